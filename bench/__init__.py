@@ -1,0 +1,1 @@
+"""The microbenchmark's package; `mtp-kernels bench` will live here."""

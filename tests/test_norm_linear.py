@@ -1,0 +1,78 @@
+"""norm_linear against fp64, and its errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import (
+    DEVICES,
+    FLOATS,
+    call,
+    check_debug_error,
+    check_error,
+    check_everything,
+    check_numerics,
+    forced,
+    implementations,
+    random_tensor,
+    to64,
+)
+
+from mtp_kernels.reference.norm_linear import norm_linear as reference
+
+OP = "norm_linear"
+
+
+def arguments(leading: tuple[int, ...] = (3,), inner: int = 48, out: int = 40, dtype: torch.dtype = torch.float32,
+              device: str = "cpu", norm_dtype: torch.dtype | None = None) -> tuple[Any, ...]:
+    x = random_tensor(*leading, inner, seed=1, dtype=dtype, device=device)
+    norm = random_tensor(inner, seed=2, dtype=norm_dtype or dtype, device=device)
+    weight = random_tensor(out, inner, seed=3, dtype=dtype, device=device, scale=inner**-0.5)
+    return x, norm, 1e-6, weight
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("implementation", implementations(OP))
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("leading", [(1,), (5,), (2, 3), (0,), ()])
+def test_against_fp64(device: str, implementation: str, dtype: torch.dtype, leading: tuple[int, ...]) -> None:
+    args = arguments(leading, 200, 72, dtype, device)
+    with forced(implementation):
+        got = call(OP, *args)
+    x, norm, eps, weight = args
+    naive = F.linear(F.rms_norm(x, (x.size(-1),), norm, eps), weight)
+    check_numerics(got, naive, reference(*map(to64, args)), atol=1e-7)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_contract(device: str, dtype: torch.dtype) -> None:
+    check_everything(OP, *arguments(dtype=dtype, device=device))
+
+
+def test_norm_weight_may_be_fp32() -> None:
+    check_everything(OP, *arguments(dtype=torch.bfloat16, norm_dtype=torch.float32))
+
+
+def test_errors() -> None:
+    x, norm, eps, weight = arguments()
+    check_error(OP, "norm_linear: norm_weight: expected [48], got [47] (x has 48 columns)", x, norm[:47], eps, weight)
+    check_error(OP, "norm_linear: weight: expected [*, 48], got [40, 47] (x has 48 columns)", x, norm, eps,
+                weight[:, :47])
+    check_error(OP, "norm_linear: weight: expected float32, got float16 (x is float32)", x, norm, eps, weight.half())
+    check_error(OP, "norm_linear: x: expected bfloat16 or float16 or float32, got float64", x.double(), norm, eps,
+                weight)
+    check_error(OP, "norm_linear: norm_weight: expected float32, got bfloat16 (x is float32)", x, norm.bfloat16(), eps,
+                weight)
+    check_error(OP, "norm_linear: weight: expected a contiguous last dimension, got strides [1, 40]", x, norm, eps,
+                torch.empty(48, 40).t())
+    check_error(OP, "norm_linear: x: expected at least 1 dimensions, got 0 ([])", x.new_empty(()), norm, eps, weight)
+
+
+def test_debug_names_the_first_offender() -> None:
+    x, norm, eps, weight = arguments()
+    x[1, 7] = torch.inf
+    check_debug_error(OP, "norm_linear: x[1, 7]: expected a finite value, got inf", x, norm, eps, weight)
