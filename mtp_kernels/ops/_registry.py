@@ -197,7 +197,7 @@ def out_is_real(tensor: Tensor) -> bool:
 
 def _specs(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Spec, ...]:
     specs = op.outputs(*args, **kwargs)
-    return (specs,) if isinstance(specs[1], torch.dtype) else specs  # type: ignore[return-value]
+    return (specs,) if isinstance(specs[1], torch.dtype) else specs
 
 
 def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
