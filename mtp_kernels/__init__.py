@@ -5,9 +5,25 @@ Importing this registers the ops. It touches no GPU and imports no Triton.
 
 from __future__ import annotations
 
-from . import ops
+from . import _source_tree, ops
 from ._report import report, supports
+from .heads import merge_topk, quantize_lm_head, reorder_lm_head
+from .kv_view import KVView
 from .ops import ArgumentError
+from .weights import AssistantWeights, CheckpointError
 
-__all__ = ["ArgumentError", "ops", "report", "supports"]
+__all__ = [
+    "ArgumentError",
+    "AssistantWeights",
+    "CheckpointError",
+    "KVView",
+    "merge_topk",
+    "ops",
+    "quantize_lm_head",
+    "reorder_lm_head",
+    "report",
+    "supports",
+]
 __version__ = "0.1.0"
+
+_source_tree.install(__file__)

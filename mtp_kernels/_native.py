@@ -1,21 +1,22 @@
-"""Finds and loads the compiled libraries; says why one is absent. Importing this loads no CUDA."""
+"""Finds and loads the compiled libraries; says why one is absent. Importing this loads no library and no CUDA."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-_CPU_LIBRARY = Path(__file__).parent / "lib" / "libmtp_cpu.so"
+FOLDER = Path(__file__).parent / "lib"
 _loaded: dict[str, str] = {}
 
 
 def cpu_library() -> str:
     """Load the CPU library once; "" when it is there, else the reason why it is not."""
     if "cpu" not in _loaded:
-        _loaded["cpu"] = _load(_CPU_LIBRARY)
+        _loaded["cpu"] = _load("cpu", FOLDER / "libmtp_cpu.so")
     return _loaded["cpu"]
 
 
@@ -29,11 +30,20 @@ def cpu_op(name: str) -> Callable[..., Any]:
     return getattr(torch.ops.mtp_cpu, name).default
 
 
-def _load(path: Path) -> str:
+def why_not_built(part: str) -> str:
+    """Why setup.py left the part ("cpu", "host", "cuda") out when this was built; "" where it built it."""
+    try:
+        info = json.loads((FOLDER / "build.json").read_text())
+    except (OSError, ValueError):
+        return "this source tree has not been built: `make build` does"
+    return str(info.get(part, f"this build knows no {part}"))
+
+
+def _load(part: str, path: Path) -> str:
     if not path.exists():
-        return f"the CPU library was not built ({path.name} is missing)"
+        return f"the {part.upper()} library is missing: {why_not_built(part) or f'{path.name} was removed'}"
     try:
         torch.ops.load_library(str(path))
-    except OSError as error:
-        return f"the CPU library does not load: {error}"
+    except (OSError, RuntimeError) as error:
+        return f"the {part.upper()} library does not load: {error}"
     return ""

@@ -55,20 +55,21 @@ def _report_op(name: str, device: str) -> OpReport:
     op = OPS[name]
     serves = "reference"
     why_not: dict[str, str] = {}
-    kernels = {kernel.implementation: kernel for kernel in op.kernels}
-    for implementation in (i for i in IMPLEMENTATIONS if i != "reference"):
-        kernel = kernels.get(implementation)
-        if kernel is None:
-            why_not[implementation] = "no kernel for this op"
-        elif device not in kernel.devices:
-            why_not[implementation] = f"does not run on {device}"
+    for kernel in op.kernels:  # in the order in which the chooser asks them
+        if device not in kernel.devices:
+            why = f"does not run on {device}"
         elif isinstance(reason := op.kernel(kernel), str):
-            why_not[implementation] = reason
+            why = reason
         elif serves == "reference":
-            serves = implementation
+            serves = kernel.implementation
+            continue
+        else:
+            why = f"{serves} comes first"
+        why_not[kernel.implementation] = why
     if serves != "reference":
-        why_not = {"reference": f"{serves} comes first", **why_not}
-    return OpReport(name, device, serves, why_not)
+        why_not["reference"] = f"{serves} comes first"
+    others = [i for i in IMPLEMENTATIONS if i != serves]
+    return OpReport(name, device, serves, {i: why_not.get(i, "no kernel for this op") for i in others})
 
 
 def supports(op: str, **shape: Any) -> tuple[bool, str]:

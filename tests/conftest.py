@@ -1,7 +1,46 @@
-"""One process-wide set-up: few threads, full fp32."""
+"""One process-wide set-up: which package is under test, few threads."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 import torch
 
+import mtp_kernels
+
+ROOT = Path(__file__).resolve().parents[1]
+
 torch.set_num_threads(2)
+
+
+def pytest_configure() -> None:
+    """The tests test what is installed; the repository's own folder only where somebody asked for it."""
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    asked_for = os.environ.get("MTP_TEST_SOURCE") == "1" or ROOT in (Path(p).resolve() for p in paths if p)
+    if Path(mtp_kernels.__file__).resolve().parent == ROOT / "mtp_kernels" and not asked_for:
+        raise pytest.UsageError(
+            "mtp_kernels would come from the repository's folder, not from an installed package: "
+            "run `make test`, or set MTP_TEST_SOURCE=1 to test the folder"
+        )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Drop the cases in which an implementation would be forced on a device it does not run on."""
+    from harness import available
+
+    dropped = [item for item in items if not _can_run(item, available)]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if item not in set(dropped)]
+
+
+def _can_run(item: pytest.Item, available: Callable[[str, str], list[str]]) -> bool:
+    callspec = getattr(item, "callspec", None)
+    if callspec is None or "implementation" not in callspec.params:
+        return True
+    op = getattr(item.module, "OP", None)  # type: ignore[attr-defined]
+    device = callspec.params.get("device", "cpu")
+    return op is None or callspec.params["implementation"] in available(op, device)

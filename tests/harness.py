@@ -21,8 +21,16 @@ FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 
 def implementations(op: str) -> list[str]:
     """The implementations of `op` that can be had on some device of this machine, the reference first."""
-    have = [r.serves for r in mtp_kernels.report().rows if r.op == op]
-    return ["reference", *sorted(set(have) - {"reference"})]
+    return list(dict.fromkeys(i for device in DEVICES for i in available(op, device)))
+
+
+def available(op: str, device: str) -> list[str]:
+    """The implementations of `op` that can be had on `device`, the reference first.
+
+    Tests parametrised over `implementation` and `device` run for these pairs only (conftest.py drops the others).
+    """
+    kernels = OPS[op].kernels
+    return ["reference", *(k.implementation for k in kernels if device in k.devices and callable(OPS[op].kernel(k)))]
 
 
 @contextmanager
@@ -69,9 +77,12 @@ def results(value: Any) -> tuple[Tensor, ...]:
 def opcheck(op: str, *args: Any, **kwargs: Any) -> None:
     """torch.library.opcheck of the op and of its `.out` overload on these arguments."""
     overloads = getattr(torch.ops.mtp, op)
-    torch.library.opcheck(overloads.default, args, kwargs)
+    utils = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if any(isinstance(v, Tensor) and v.is_floating_point() and v.itemsize == 1 for v in (*args, *kwargs.values())):
+        utils.remove("test_schema")  # compares inputs by arithmetic that fp8 lacks; check_mutates_nothing compares bits
+    torch.library.opcheck(overloads.default, args, kwargs, test_utils=utils)
     outs = {n: poisoned(r) for n, r in zip(OPS[op].out_names, results(call(op, *args, **kwargs)))}
-    torch.library.opcheck(overloads.out, args, {**kwargs, **outs})
+    torch.library.opcheck(overloads.out, args, {**kwargs, **outs}, test_utils=utils)
 
 
 def poisoned(like: Tensor) -> Tensor:
@@ -145,16 +156,35 @@ def strided(tensor: Tensor) -> Tensor:
     return view
 
 
+def restrided(tensor: Tensor, priority: Sequence[int], gap: int) -> Tensor:
+    """The same values with the leading dimensions in memory in the order of `priority`, `gap` poison entries between.
+
+    The last dimension stays contiguous; `priority` may be longer than there are dimensions.
+    """
+    leading = tensor.dim() - 1
+    order = [*sorted(range(leading), key=lambda i: priority[i]), leading]
+    buffer = poisoned(tensor.new_empty([tensor.size(i) + gap for i in order]))
+    view = buffer[tuple(slice(gap, None) for _ in order)].permute([order.index(i) for i in range(leading + 1)])
+    return view.copy_(tensor)
+
+
 def check_strides(op: str, *args: Any, **kwargs: Any) -> None:
-    """Non-contiguous inputs (last dimension contiguous) give the same bits as contiguous ones."""
+    """Non-contiguous inputs (last dimension contiguous) give the same bits as contiguous ones.
+
+    From the reference: almost the same, since PyTorch's own products depend on the alignment of what they read.
+    """
     expected = results(call(op, *args, **kwargs))
+    reference = served_by(op, *args, **kwargs) == "reference"
     got = call(
         op,
         *(strided(a) if isinstance(a, Tensor) else a for a in args),
         **{k: strided(v) if isinstance(v, Tensor) else v for k, v in kwargs.items()},
     )
     for one, two in zip(results(got), expected):
-        assert_same_bits(one, two)
+        if reference:
+            torch.testing.assert_close(one, two, equal_nan=True)
+        else:
+            assert_same_bits(one, two)
 
 
 def check_fake(op: str, *args: Any, **kwargs: Any) -> None:
@@ -166,7 +196,10 @@ def check_fake(op: str, *args: Any, **kwargs: Any) -> None:
 
 
 def _meta(value: Any) -> Any:
-    return value.to("meta") if isinstance(value, Tensor) else value
+    """A tensor on the meta device with the same strides, gaps included."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def check_error(op: str, message: str, *args: Any, **kwargs: Any) -> None:
@@ -197,6 +230,31 @@ def check_everything(op: str, *args: Any, **kwargs: Any) -> None:
     opcheck(op, *args, **kwargs)
     with debug():
         call(op, *args, **kwargs)
+
+
+def check_compiled(op: str, *args: Any, **kwargs: Any) -> None:
+    """torch.compile(fullgraph=True) of the op gives the bits of the eager call, with fixed and with free sizes."""
+    overload = getattr(torch.ops.mtp, op).default
+    expected = results(overload(*args, **kwargs))
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        # This backend needs no C++ compiler; tracing and the fakes are what an op can get wrong.
+        compiler = torch.compile(fullgraph=True, backend="aot_eager", dynamic=dynamic)
+        function = compiler(lambda *a, **k: overload(*a, **k))
+        for one, two in zip(results(function(*args, **kwargs)), expected):
+            assert_same_bits(one, two)
+
+
+def check_device_errors(op: str, *args: Any, **kwargs: Any) -> None:
+    """Every tensor argument but the first, moved away from the device of the first, is refused by name."""
+    names = [a.name for a in getattr(torch.ops.mtp, op).default._schema.arguments]
+    given = {**dict(zip(names, args)), **kwargs}
+    first, *others = (name for name, value in given.items() if isinstance(value, Tensor))
+    device = given[first].device
+    for name in others:
+        with pytest.raises(ArgumentError) as error:
+            call(op, **{**given, name: given[name].to("meta")})
+        assert str(error.value) == f"{op}: {name}: expected {device}, got meta ({first} is on {device})"
 
 
 def check_numerics(got: Tensor, naive: Tensor, exact: Tensor, atol: float) -> None:

@@ -20,6 +20,7 @@ from harness import (
     random_tensor,
     to64,
 )
+from torch import Tensor
 
 from mtp_kernels.reference.norm_linear import norm_linear as reference
 
@@ -34,6 +35,11 @@ def arguments(leading: tuple[int, ...] = (3,), inner: int = 48, out: int = 40, d
     return x, norm, 1e-6, weight
 
 
+def formula(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+    """The op in PyTorch's own functions, in the dtype of its arguments."""
+    return F.linear(F.rms_norm(x, (x.size(-1),), norm, eps), weight)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("implementation", implementations(OP))
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -42,9 +48,10 @@ def test_against_fp64(device: str, implementation: str, dtype: torch.dtype, lead
     args = arguments(leading, 200, 72, dtype, device)
     with forced(implementation):
         got = call(OP, *args)
-    x, norm, eps, weight = args
-    naive = F.linear(F.rms_norm(x, (x.size(-1),), norm, eps), weight)
-    check_numerics(got, naive, reference(*map(to64, args)), atol=1e-7)
+    naive = formula(*args)
+    exact = reference(*map(to64, args))
+    torch.testing.assert_close(exact, formula(*map(to64, args)), rtol=1e-12, atol=1e-12)
+    check_numerics(got, naive, exact, atol=1e-7)
 
 
 @pytest.mark.parametrize("device", DEVICES)

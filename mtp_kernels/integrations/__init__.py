@@ -1,0 +1,1 @@
+"""Adapters to other libraries; each is imported only when it is asked for."""

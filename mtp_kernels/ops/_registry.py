@@ -61,16 +61,16 @@ class Op:
     supports: Callable[..., str] | None
     kernels: tuple[Kernel, ...]
     out_names: tuple[str, ...]
-    loaded: dict[str, Callable[..., Any] | str] = field(default_factory=dict)
+    loaded: dict[Kernel, Callable[..., Any] | str] = field(default_factory=dict)
 
     def kernel(self, kernel: Kernel) -> Callable[..., Any] | str:
         """The kernel's callable, or the reason why it cannot be had here (found out once)."""
-        if kernel.implementation not in self.loaded:
+        if kernel not in self.loaded:
             try:
-                self.loaded[kernel.implementation] = kernel.load()
+                self.loaded[kernel] = kernel.load()
             except ImportError as error:
-                self.loaded[kernel.implementation] = str(error)
-        return self.loaded[kernel.implementation]
+                self.loaded[kernel] = str(error)
+        return self.loaded[kernel]
 
 
 OPS: dict[str, Op] = {}
@@ -141,12 +141,17 @@ def _choose_and_run(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     op.check(*args, **kwargs)
     if op.contents is not None and debug_enabled(_first_tensor(args, kwargs)):
         op.contents(*args, **kwargs)
-    return choose(op, args, kwargs)[1](*args, **kwargs)
+    return _contiguous(choose(op, args, kwargs)[1](*args, **kwargs))
 
 
 def _run_reference(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     op.check(*args, **kwargs)
-    return op.reference(*args, **kwargs)
+    return _contiguous(op.reference(*args, **kwargs))
+
+
+def _contiguous(results: Any) -> Any:
+    """The strides that the fake promises: PyTorch's elementwise functions pass on those of a permuted input."""
+    return results.contiguous() if isinstance(results, Tensor) else tuple(r.contiguous() for r in results)
 
 
 def _fake(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,12 +41,19 @@ def rank_descending(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    if before == "highest":
-        yield
-        return
-    torch.set_float32_matmul_precision("highest")
+    """fp32 products in fp32 inside the block, and the process's own settings again behind it.
+
+    Only the settings by backend are used: the older torch.get_float32_matmul_precision() raises in a process that has
+    set them, while these show what either way of setting has done.
+    """
+    mkldnn: Any = torch.backends.mkldnn  # its stub names no `matmul`
+    backends = (torch.backends.cuda.matmul, mkldnn.matmul)
+    before = [backend.fp32_precision for backend in backends]
+    lowered = [(backend, p) for backend, p in zip(backends, before) if p not in ("ieee", "none")]
+    for backend, _ in lowered:
+        backend.fp32_precision = "ieee"
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        for backend, precision in lowered:
+            backend.fp32_precision = precision

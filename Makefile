@@ -1,0 +1,51 @@
+# Everything runs in .venv with the versions of requirements-dev.txt; PYTHON says which Python makes it.
+# `make demo ARGS="--topk 4"` and `make test ARGS="-k tree"` pass arguments on.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PACKAGED := mtp_kernels triton_ops bench csrc $(wildcard examples/pair)
+SOURCES := $(shell find $(PACKAGED) -type f -not -path '*/__pycache__/*' -not -path 'mtp_kernels/lib/*' -not -name '*.so') \
+	setup.py CMakeLists.txt pyproject.toml $(wildcard README.md LICENSE)
+CPP := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+
+.PHONY: demo test build lint format clean
+
+# Watch the example pair decode with and without drafting.
+demo: $(VENV)/.installed
+	$(BIN)/mtp-kernels demo $(ARGS)
+
+# The tests test the installed package, not this folder.
+test: $(VENV)/.installed
+	$(BIN)/pytest tests $(ARGS)
+
+# The compiled parts, in place: for running from this folder with PYTHONPATH=. MTP_TEST_SOURCE=1.
+build: $(VENV)/.tools
+	$(BIN)/python setup.py build_ext --inplace
+
+lint: $(VENV)/.tools
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
+
+format: $(VENV)/.tools
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(CPP)
+
+# Everything built, but not .venv.
+clean:
+	rm -rf build dist *.egg-info mtp_kernels/lib mtp_kernels/_host*.so $(VENV)/.installed
+
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install torch==2.13.0
+	touch $@
+
+$(VENV)/.tools: $(VENV)/.torch requirements-dev.txt
+	$(PIP) install -r requirements-dev.txt
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.tools $(SOURCES)
+	$(PIP) install --no-deps --force-reinstall .
+	touch $@

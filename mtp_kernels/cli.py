@@ -1,0 +1,44 @@
+"""The command `mtp-kernels`: demo and report."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+
+from . import __version__
+from ._report import report
+from .ops import ArgumentError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; 2 with a one-line message when something it needs is missing or an argument is wrong."""
+    parser = argparse.ArgumentParser(prog="mtp-kernels", description="Fused kernels for frozen-KV MTP drafting.")
+    parser.add_argument("--version", action="version", version=f"mtp-kernels {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    demo = commands.add_parser("demo", help="decode a held-out prompt, drafting with this library")
+    from . import demo as demo_package
+
+    demo_package.add_arguments(demo)
+    listing = commands.add_parser("report", help="which implementation serves each op on this machine, and why")
+    listing.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args(argv)
+    if args.command == "report":
+        return _report(args.json)
+    try:
+        return demo_package.run(args)
+    except (demo_package.DemoError, ArgumentError) as error:
+        print(f"mtp-kernels demo: {error}", file=sys.stderr)
+        return 2
+
+
+def _report(as_json: bool) -> int:
+    found = report()
+    print(json.dumps(dataclasses.asdict(found)) if as_json else found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""The demo's command line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..integrations.greedy import Round, decode_greedy, greedy_reference
+from .pair import HEADS, DemoError, Pair, load_pair, pair_directory
+from .stats import Summary, summarize
+
+PROMPT_TOKENS = 200
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--pair", type=Path, help="folder of the pair (default: the one that ships with the package)")
+    parser.add_argument("--head", choices=HEADS, default="centroid", help="which of the pair's assistants drafts")
+    parser.add_argument("--prompt-file", type=Path, help="UTF-8 text to continue (default: a held-out module)")
+    parser.add_argument("--steps", type=int, default=4, help="draft steps a round (default 4)")
+    parser.add_argument("--topk", type=int, default=1, help="branches a step; 1 is a chain (default 1)")
+    parser.add_argument("--nodes", type=int, help="nodes of the tree with its root (default 16, or all there are)")
+    parser.add_argument("--max-new-tokens", type=int, default=160, help="tokens to generate (default 160)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default cpu)")
+    parser.add_argument("--no-check", action="store_true", help="do not decode a second time without drafting")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo; 0 when its output equals plain greedy decoding (or was not compared), 1 when it does not."""
+    torch.set_grad_enabled(False)
+    pair, prompt = _load(args)
+    nodes = _nodes(args)
+    rounds = decode_greedy(
+        pair.model, pair.weights, prompt, args.max_new_tokens,
+        num_steps=args.steps, topk=args.topk, num_draft_tokens=nodes,
+        stop_ids=torch.tensor([pair.eos_id], device=prompt.device),
+    )
+    seen = list(rounds) if args.json else _show(pair, prompt, rounds, args)
+    summary = summarize(seen, args.steps)
+    ids = [token for one in seen for token in one.token_ids]
+    check = {} if args.no_check else _check_against_greedy(pair, prompt, ids, args.max_new_tokens)
+    if args.json:
+        print(json.dumps(_as_json(pair, summary, ids, check, args)))
+    else:
+        _show_summary(summary, check)
+    return 0 if check.get("equals_greedy", True) else 1
+
+
+def _load(args: argparse.Namespace) -> tuple[Pair, Tensor]:
+    for name, low in (("steps", 1), ("topk", 1), ("max_new_tokens", 1)):
+        if getattr(args, name) < low:
+            raise DemoError(f"--{name.replace('_', '-')}: expected at least {low}, got {getattr(args, name)}")
+    _check_device(args.device)
+    if not args.json:
+        _require_rich()
+    pair = load_pair(args.pair or pair_directory(), args.head, args.device)
+    if args.prompt_file is None:
+        return pair, pair.held_out_prompt(pair.held_out[0], PROMPT_TOKENS)
+    try:
+        text = args.prompt_file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DemoError(f"--prompt-file: {error}") from error
+    ids = pair.encode(text)
+    if not ids:
+        raise DemoError(f"--prompt-file: {args.prompt_file} is empty")
+    return pair, torch.tensor(ids, device=args.device)
+
+
+def _check_device(name: str) -> None:
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise DemoError(f"--device: {name}: {str(error).splitlines()[0]}") from error
+
+
+def _require_rich() -> None:
+    if importlib.util.find_spec("rich") is None:
+        raise DemoError("the display needs rich: pip install 'mtp-kernels[bench]', or pass --json")
+
+
+def _nodes(args: argparse.Namespace) -> int | None:
+    candidates = args.topk + (args.steps - 1) * args.topk**2
+    if args.nodes is None:
+        return None if args.topk == 1 else min(16, candidates + 1)
+    return args.nodes
+
+
+def _show(pair: Pair, prompt: Tensor, rounds: Any, args: argparse.Namespace) -> list[Round]:
+    from rich.console import Console
+
+    from .display import show_prompt, show_rounds
+
+    console = Console()
+    show_prompt(console, pair.decode(prompt.tolist()))
+    return show_rounds(console, pair, rounds, args.max_new_tokens)
+
+
+def _show_summary(summary: Summary, check: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    from .display import summary_table
+
+    extra: dict[str, str] = {}
+    if check:
+        extra["same text as plain greedy"] = "yes" if check["equals_greedy"] else "NO"
+        extra["plain greedy took"] = f"{check['greedy_seconds']:.2f} s"
+    Console().print(summary_table(summary, extra))
+
+
+def _check_against_greedy(pair: Pair, prompt: Tensor, ids: list[int], max_new_tokens: int) -> dict[str, Any]:
+    start = time.perf_counter()
+    plain = greedy_reference(pair.model, prompt, max_new_tokens, [pair.eos_id])
+    return {"equals_greedy": plain == ids, "greedy_seconds": time.perf_counter() - start}
+
+
+def _as_json(
+    pair: Pair, summary: Summary, ids: list[int], check: dict[str, Any], args: argparse.Namespace
+) -> dict[str, Any]:
+    times = summary.as_dict().pop("times")
+    if "greedy_seconds" in check:
+        times["greedy_seconds"] = check["greedy_seconds"]
+    return {
+        **summary.as_dict(),
+        "text": pair.decode(ids),
+        "times": times,
+        "head": args.head,
+        "steps": args.steps,
+        "topk": args.topk,
+        "device": args.device,
+        "equals_greedy": check.get("equals_greedy"),
+    }

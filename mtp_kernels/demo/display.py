@@ -1,0 +1,99 @@
+"""How the demo shows itself: the text as it comes, a progress bar, and a table at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from ..integrations.greedy import Round
+from .pair import Pair
+from .stats import Summary
+
+ACCEPTED = "bold green"
+MARKS = "⟦", "⟧"  # around accepted tokens where there is no colour
+
+
+def show_rounds(console: Console, pair: Pair, rounds: Iterable[Round], max_new_tokens: int) -> list[Round]:
+    """Consume the rounds, showing their text as it comes; accepted tokens are green (in brackets without colour)."""
+    progress = Progress(
+        TextColumn("tokens"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeElapsedColumn(),
+        console=console,
+    )
+    task = progress.add_task("decode", total=max_new_tokens, rate="")
+    seen: list[Round] = []
+    marked = Marked(pair, colour=console.color_system is not None)
+    with Live(Group(marked.text, progress), console=console, refresh_per_second=12, vertical_overflow="visible"):
+        for one in rounds:
+            seen.append(one)
+            marked.add(one.token_ids[: one.num_accepted], accepted=True)
+            marked.add(one.token_ids[one.num_accepted :], accepted=False)
+            drafting = [len(r.token_ids) for r in seen if r.num_drafted]
+            rate = f"{sum(drafting) / len(drafting):.2f} tokens a round" if drafting else ""
+            progress.update(task, advance=len(one.token_ids), rate=rate)
+        progress.update(task, total=sum(len(r.token_ids) for r in seen))
+        marked.close()
+    return seen
+
+
+class Marked:
+    """Text that grows token by token; a token's bytes show as soon as they form whole characters."""
+
+    def __init__(self, pair: Pair, colour: bool) -> None:
+        self.text = Text()
+        self._pair = pair
+        self._colour = colour
+        self._ids: list[int] = []
+        self._shown = ""
+        self._open = False
+
+    def add(self, ids: list[int], accepted: bool) -> None:
+        for token in ids:
+            self._ids.append(token)
+            whole = self._pair.decode(self._ids).rstrip("\N{REPLACEMENT CHARACTER}")
+            fresh = whole[len(self._shown) :]
+            if fresh:
+                self._append(fresh, accepted)
+                self._shown = whole
+
+    def close(self) -> None:
+        self._append("", False)
+
+    def _append(self, fresh: str, accepted: bool) -> None:
+        if self._colour:
+            self.text.append(fresh, ACCEPTED if accepted else None)
+            return
+        if accepted != self._open:
+            self.text.append(MARKS[0] if accepted else MARKS[1])
+            self._open = accepted
+        self.text.append(fresh)
+
+
+def summary_table(summary: Summary, extra: dict[str, str]) -> Table:
+    """The figures of a run, one a row."""
+    table = Table(title="drafting", show_header=False)
+    table.add_row("tokens a round", f"{summary.tokens_per_round:.2f} ({summary.tokens} in {summary.rounds} rounds)")
+    for depth, share in enumerate(summary.accepted_per_position, start=1):
+        table.add_row(f"accepted at position {depth}", f"{share:.0%} of rounds")
+    table.add_row("time in draft", _seconds(summary.draft_seconds, summary.rounds))
+    table.add_row("time in verify", _seconds(summary.verify_seconds, summary.rounds))
+    table.add_row("time in prefill", f"{summary.prefill_seconds:.2f} s")
+    for name, value in extra.items():
+        table.add_row(name, value)
+    return table
+
+
+def _seconds(total: float, rounds: int) -> str:
+    return f"{total:.2f} s" + (f" ({1e3 * total / rounds:.1f} ms a round)" if rounds else "")
+
+
+def show_prompt(console: Console, prompt: str, lines: int = 6) -> None:
+    """The last lines of the prompt, dimmed."""
+    tail: Any = Text("\n".join(prompt.splitlines()[-lines:]), "dim")
+    console.print(Text("... end of the prompt:", "dim italic"))
+    console.print(tail, end="")

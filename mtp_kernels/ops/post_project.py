@@ -1,0 +1,69 @@
+"""post_project: the exit of a draft step, from the last layer to the head's input and the next recurrent state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..reference.post_project import post_project as reference
+from ._checks import (
+    check_device,
+    check_float,
+    check_last_contiguous,
+    check_min_rank,
+    check_scale_dtype,
+    check_shape,
+)
+from ._contents import check_contents_finite
+from ._registry import Spec, register
+
+NAME = "post_project"
+SCHEMA = "post_project(Tensor x, Tensor norm_weight, float eps, Tensor weight) -> (Tensor normed, Tensor state)"
+
+
+def post_project(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """normed = x / sqrt(mean(x^2) + eps) * norm_weight; state = normed @ weight.T.
+
+    The state is the projection of `normed` as returned: already rounded to its dtype. So the head and the state see
+    one and the same vector, as in a model that runs the two as separate modules.
+
+    Args:
+        x: [..., in], bf16, fp16 or fp32.
+        norm_weight: [in], dtype of `x` or fp32; the plain weight w, not 1 + w.
+        eps: added to the mean square; Gemma 4 uses 1e-6.
+        weight: [backbone, in] as nn.Linear has it, dtype of `x`; may be a slice of rows.
+
+    Returns:
+        normed: [..., in], dtype of `x`; computed in fp32 and rounded once.
+        state: [..., backbone], dtype of `x`; accumulated in fp32 and rounded once.
+
+    Raises:
+        ArgumentError: a wrong rank, size, dtype, stride or device.
+
+    >>> normed, state = post_project(torch.tensor([[3.0, 4.0]]), torch.ones(2), 0.0, torch.tensor([[1.0, 1.0]]))
+    >>> normed, state
+    (tensor([[0.8485, 1.1314]]), tensor([[1.9799]]))
+    """
+    return torch.ops.mtp.post_project(x, norm_weight, eps, weight)
+
+
+def check(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> None:
+    check_min_rank(NAME, "x", x, 1)
+    check_float(NAME, "x", x)
+    check_shape(NAME, "norm_weight", norm_weight, (x.size(-1),), f"x has {x.size(-1)} columns")
+    check_scale_dtype(NAME, "norm_weight", norm_weight, x, "x")
+    check_shape(NAME, "weight", weight, (None, x.size(-1)), f"x has {x.size(-1)} columns")
+    check_float(NAME, "weight", weight, x, "x")
+    check_last_contiguous(NAME, x=x, norm_weight=norm_weight, weight=weight)
+    check_device(NAME, x.device, "x", norm_weight=norm_weight, weight=weight)
+
+
+def outputs(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> tuple[Spec, Spec]:
+    return (tuple(x.shape), x.dtype), ((*x.shape[:-1], weight.size(0)), x.dtype)
+
+
+def contents(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> None:
+    check_contents_finite(NAME, x=x, norm_weight=norm_weight, weight=weight)
+
+
+register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents)

@@ -1,0 +1,59 @@
+"""Runs the tests on this machine and writes what passed, where, and at which commit, as JSON.
+
+    python tests/gpu/record.py --commit $(git rev-parse HEAD) --out bench/results/h200/tests.json [pytest arguments]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import mtp_kernels
+
+
+class Counter:
+    """Counts outcomes by test file, and keeps the names of failures."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, dict[str, int]] = {}
+        self.failed: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            of_file = self.outcomes.setdefault(report.location[0], {})
+            of_file[report.outcome] = of_file.get(report.outcome, 0) + 1
+            if report.failed:
+                self.failed.append(report.nodeid)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--commit", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args, rest = parser.parse_known_args()
+    counter = Counter()
+    code = int(pytest.main(["-q", *rest], plugins=[counter]))
+    record = {
+        "commit": args.commit,
+        "command": " ".join(["pytest", *rest]),
+        "exit_code": code,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "served_by": {f"{r.op} on {r.device}": r.serves for r in mtp_kernels.report().rows},
+        "failed": counter.failed,
+        "outcomes": counter.outcomes,
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
