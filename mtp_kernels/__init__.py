@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from . import _source_tree, ops
 from ._report import report, supports
+from .draft import DraftTree, draft, draft_step
 from .heads import merge_topk, quantize_lm_head, reorder_lm_head
 from .kv_view import KVView
 from .ops import ArgumentError
@@ -16,7 +17,10 @@ __all__ = [
     "ArgumentError",
     "AssistantWeights",
     "CheckpointError",
+    "DraftTree",
     "KVView",
+    "draft",
+    "draft_step",
     "merge_topk",
     "ops",
     "quantize_lm_head",

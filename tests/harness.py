@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import mtp_kernels
 from mtp_kernels.ops import OPS, ArgumentError
 from mtp_kernels.ops._registry import choose
 

@@ -112,6 +112,9 @@ def contents(
     rows = f"target_hidden has {num_rows} rows"
     check_contents_range(NAME, "accept_index", accept_index, 0, num_rows - 1, rows, used)
     check_contents(NAME, "accept_ids", accept_ids, (accept_ids < 0) & used, "a token id of at least 0")
+    read = torch.zeros(num_rows, 1, dtype=torch.bool, device=accept_index.device)
+    read[accept_index[used].long()] = True
+    check_contents(NAME, "target_hidden", target_hidden, ~torch.isfinite(target_hidden) & read, "a finite value")
 
 
 register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents, kernels=(cpp_kernel(NAME),))

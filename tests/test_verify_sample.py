@@ -1,0 +1,495 @@
+"""verify_sample: the rule against exact arithmetic, and the output against the target's distribution."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import (
+    DEVICES,
+    FLOATS,
+    assert_same_bits,
+    call,
+    check_compiled,
+    check_debug_error,
+    check_device_errors,
+    check_error,
+    check_everything,
+    forced,
+    strided,
+)
+from head_cases import check_reads_nothing
+from torch import Tensor
+from tree_cases import INT_MIN, PARENTS, distribution, links_of, on, places, sample
+
+OP = "verify_sample"
+reference_module = importlib.import_module("mtp_kernels.reference.verify_sample")
+Verify = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def dyadic(*shape: int, seed: int) -> Tensor:
+    """Distributions in multiples of 1/32, some 0: sums and differences are exact in any precision and order."""
+    generator = torch.Generator().manual_seed(seed)
+    *leading, vocab = shape
+    rows = math.prod(leading)
+    drawn = torch.randint(0, vocab, (rows, 32), generator=generator)
+    counts = torch.zeros(rows, vocab).scatter_add_(1, drawn, torch.ones(rows, 32))
+    return (counts / 32).view(*leading, vocab)
+
+
+def grid(*shape: int, seed: int) -> Tensor:
+    """Multiples of 1/32 in [0, 1): they often meet a threshold exactly."""
+    return torch.randint(0, 32, shape, generator=torch.Generator().manual_seed(seed)) / 32
+
+
+def arguments(batch: int = 2, vocab: int = 6, max_depth: int = 3, parents: list[int] | None = None, seed: int = 0,
+              device: str = "cpu", dtype: torch.dtype = torch.float32, index: torch.dtype = torch.int64
+              ) -> tuple[Any, ...]:
+    """A tree for each request whose tokens, being few, often stand twice among siblings."""
+    parents = PARENTS if parents is None else parents
+    num_nodes = len(parents)
+    next_token, next_sibling = (torch.tensor([links] * batch).view(batch, num_nodes) for links in links_of(parents))
+    ids = torch.randint(0, vocab, (batch, num_nodes), generator=torch.Generator().manual_seed(seed))
+    rows = torch.arange(batch * num_nodes).view(batch, num_nodes)
+    probs = dyadic(batch, num_nodes, vocab, seed=seed + 1).to(dtype)
+    draft = [t.to(index) for t in (ids, rows, next_token, next_sibling)]
+    return (*on(device, *draft, probs, grid(batch, num_nodes, seed=seed + 2), grid(batch, seed=seed + 3)), max_depth)
+
+
+def expected(ids: Tensor, rows: Tensor, next_token: Tensor, next_sibling: Tensor, probs: Tensor, uniform: Tensor,
+             final: Tensor, max_depth: int, draft_probs: Tensor | None = None) -> list[list[Any]]:
+    flat = probs.flatten(0, -2).tolist()
+    made = [sample(*(t[b].tolist() for t in (ids, rows, next_token, next_sibling)), flat, uniform[b].tolist(),
+                   float(final[b]), max_depth, None if draft_probs is None else draft_probs[b].tolist())
+            for b in range(ids.size(0))]
+    return [[request[i] for request in made] for i in range(3)]
+
+
+@pytest.mark.parametrize(("device", "implementation"), places(OP))
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("parents", "max_depth"), [(PARENTS, 3), (PARENTS, 1), (PARENTS, 0), ([-1], 2), ([-1, 0, 0, 0, 0, 0, 0, 0], 2)]
+)
+def test_tree_against_exact_arithmetic(device: str, implementation: str, dtype: torch.dtype, parents: list[int],
+                                       max_depth: int) -> None:
+    args = arguments(200, 6, max_depth, parents, device=device, dtype=dtype)
+    with forced(implementation):
+        got = call(OP, *args)
+    assert [r.tolist() for r in got] == expected(*args)
+    if max_depth >= 2 and len(parents) > 1:
+        assert got[1].float().mean() > 0.5  # the cases are not all rejections
+    assert got[0].shape == got[2].shape == (200, max_depth + 1)
+    assert [r.dtype for r in got] == [torch.int64] * 3
+
+
+@pytest.mark.parametrize(("device", "implementation"), places(OP))
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("parents", [[-1, 0, 1, 2], PARENTS])
+def test_sampled_against_exact_arithmetic(device: str, implementation: str, dtype: torch.dtype, parents: list[int]
+                                          ) -> None:
+    """Also with draft tokens that have q = 0, and in a tree, where only first children are tried."""
+    args = arguments(300, 4, 3, parents, device=device, dtype=dtype)
+    draft_probs = dyadic(300, len(parents), 4, seed=77).to(device, dtype)
+    with forced(implementation):
+        got = call(OP, *args, draft_probs=draft_probs)
+    assert [r.tolist() for r in got] == expected(*args, draft_probs)
+    assert got[1].unique().tolist() == [0, 1, 2, 3]
+
+
+# The output's distribution. Every completed output of two tokens has an exact probability under the target.
+
+VOCAB = 5
+
+
+def probabilities(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.softmax(torch.randn(*shape, generator=generator) * 1.3, -1)
+
+
+def tree_outputs(verify: Verify, device: str, batch: int, max_depth: int, dtype: torch.dtype = torch.float32
+                 ) -> tuple[Tensor, Tensor]:
+    """First two tokens [batch, 2] of the output over a fixed tree, and their exact distribution [vocab, vocab].
+
+    The root's children have the tokens 1, 3, 1 (twice the same) and 4; the first has the children 0 and 2, the second 2.
+    """
+    tokens, parents = [0, 1, 3, 1, 4, 0, 2, 2], [-1, 0, 0, 0, 0, 1, 1, 2]
+    first, then = probabilities(VOCAB, seed=4).to(dtype), probabilities(VOCAB, VOCAB, seed=5).to(dtype)
+    first[4] = 0  # a draft token that the target never says
+    node_probs = torch.stack([first, *(then[t] for t in tokens[1:])])  # [N, vocab]; the last level is never followed
+    links = [torch.tensor(x).expand(batch, -1) for x in (tokens, *links_of(parents))]
+    num_nodes = len(tokens)
+    rows = torch.arange(batch * num_nodes).view(batch, num_nodes)
+    generator = torch.Generator().manual_seed(6)
+    uniform, final = torch.rand(batch, num_nodes, generator=generator), torch.rand(batch, generator=generator)
+    _, num_accepted, accept_ids = verify(*on(
+        device, links[0], rows, links[1], links[2], node_probs.expand(batch, -1, -1), uniform, final), max_depth)
+    return complete(accept_ids.cpu(), num_accepted.cpu(), then), joint(first, then)
+
+
+def chain_outputs(verify: Verify, device: str, batch: int, max_depth: int, dtype: torch.dtype = torch.float32
+                  ) -> tuple[Tensor, Tensor]:
+    """The same for sampled chains of two tokens: each request's own draft, from q and q(. | first token)."""
+    first, then = probabilities(VOCAB, seed=4).to(dtype), probabilities(VOCAB, VOCAB, seed=5).to(dtype)
+    draft_first, draft_then = probabilities(VOCAB, seed=7).to(dtype), probabilities(VOCAB, VOCAB, seed=8).to(dtype)
+    first[4] = 0
+    draft_first[0] = 0
+    generator = torch.Generator().manual_seed(9)
+    one = torch.multinomial(draft_first.float(), batch, replacement=True, generator=generator)
+    two = torch.multinomial(draft_then.float()[one], 1, generator=generator)[:, 0]
+    links = [torch.tensor(x).expand(batch, -1) for x in ([1, 2, -1], [-1, -1, -1])]
+    rows = torch.arange(batch * 3).view(batch, 3)
+    uniform, final = torch.rand(batch, 3, generator=generator), torch.rand(batch, generator=generator)
+    probs = torch.stack([first.expand(batch, -1), then[one], then[two]], dim=1)
+    draft_probs = torch.stack([draft_first.expand(batch, -1), draft_then[one], draft_then[two]], dim=1)
+    ids = torch.stack([torch.zeros_like(one), one, two], dim=1)
+    args = on(device, ids, rows, *links, probs, uniform, final)
+    _, num_accepted, accept_ids = verify(*args, max_depth, draft_probs=draft_probs.to(device))
+    return complete(accept_ids.cpu(), num_accepted.cpu(), then), joint(first, then)
+
+
+def complete(accept_ids: Tensor, num_accepted: Tensor, then: Tensor) -> Tensor:
+    """The first two tokens of each output; where it has one only, the target draws the second: [batch, 2]."""
+    one = accept_ids[:, 0]
+    two = torch.multinomial(then.float()[one], 1, generator=torch.Generator().manual_seed(10))[:, 0]
+    if accept_ids.size(1) > 1:
+        two = torch.where(num_accepted >= 1, accept_ids[:, 1], two)
+    return torch.stack([one, two], dim=1)
+
+
+def joint(first: Tensor, then: Tensor) -> Tensor:
+    first, then = first.double() / first.double().sum(), then.double() / then.double().sum(-1, keepdim=True)
+    return first.unsqueeze(1) * then  # [vocab, vocab]
+
+
+def p_value(tokens: Tensor, exact: Tensor) -> float:
+    """Of a chi-square test of pairs of tokens against their exact probabilities; 0 for a pair that cannot be."""
+    counts = torch.bincount(tokens[:, 0] * VOCAB + tokens[:, 1], minlength=VOCAB**2).double()
+    wanted = exact.flatten() * tokens.size(0)
+    if counts[wanted == 0].any():
+        return 0.0
+    possible = wanted > 0
+    assert wanted[possible].min() > 5
+    statistic = ((counts - wanted)[possible] ** 2 / wanted[possible]).sum()
+    return float(torch.special.gammaincc((possible.sum().double() - 1) / 2, statistic / 2))
+
+
+def served(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return call(OP, *args, **kwargs)
+
+
+@pytest.mark.parametrize(("device", "implementation"), places(OP))
+@pytest.mark.parametrize("outputs", [tree_outputs, chain_outputs])
+@pytest.mark.parametrize(("max_depth", "dtype"), [(2, torch.float32), (1, torch.float32), (0, torch.float32),
+                                                  (2, torch.bfloat16), (2, torch.float16)])
+def test_output_distribution(device: str, implementation: str, outputs: Any, max_depth: int, dtype: torch.dtype
+                             ) -> None:
+    with forced(implementation):
+        assert p_value(*outputs(served, device, 40_000, max_depth, dtype)) > 1e-3
+
+
+def test_a_broken_rule_fails_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same test finds each of the usual mistakes."""
+    in_turn, sampled = reference_module._try_in_turn, reference_module._try_sampled
+
+    def no_removal(p: Tensor, tokens: Tensor, u: Tensor, can_try: Tensor) -> tuple[Tensor, Tensor]:
+        return in_turn(p, tokens, u, can_try)[0], p
+
+    def no_renormalising(p: Tensor, tokens: Tensor, u: Tensor, can_try: Tensor) -> tuple[Tensor, Tensor]:
+        mass = reference_module._probability(p, tokens)
+        return can_try & (u < mass), in_turn(p, tokens, u, can_try)[1]
+
+    def accepts_zero(p: Tensor, tokens: Tensor, u: Tensor, can_try: Tensor) -> tuple[Tensor, Tensor]:
+        accept, rest = in_turn(p, tokens, u, can_try)
+        return accept | (can_try & (u < 1e-3)), rest
+
+    def draws_from_p(p: Tensor, q: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        return sampled(p, q, *rest)[0], p
+
+    def accepts_by_p(p: Tensor, q: Tensor, tokens: Tensor, u: Tensor, can_try: Tensor) -> tuple[Tensor, Tensor]:
+        return can_try & (u < reference_module._probability(p, tokens)), sampled(p, q, tokens, u, can_try)[1]
+
+    for outputs, name, broken in (
+        (tree_outputs, "_try_in_turn", no_removal),
+        (tree_outputs, "_try_in_turn", no_renormalising),
+        (tree_outputs, "_try_in_turn", accepts_zero),
+        (chain_outputs, "_try_sampled", draws_from_p),
+        (chain_outputs, "_try_sampled", accepts_by_p),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(reference_module, name, broken)
+            assert p_value(*outputs(reference_module.verify_sample, "cpu", 40_000, 2)) < 1e-9, broken.__name__
+        assert p_value(*outputs(reference_module.verify_sample, "cpu", 40_000, 2)) > 1e-3
+
+
+def every_number(batch_of: int) -> Tensor:
+    """All combinations of `batch_of` uniform numbers of a grid of 8: [8 ** batch_of, batch_of]."""
+    return torch.tensor(list(itertools.product([i / 8 for i in range(8)], repeat=batch_of)))
+
+
+@pytest.mark.parametrize(("device", "implementation"), places(OP))
+def test_every_combination_of_uniform_numbers_on_a_tree(device: str, implementation: str) -> None:
+    """Over the whole grid (0 too) each token comes out exactly as often as its probability says."""
+    numbers = every_number(3)
+    batch = numbers.size(0)
+    probs = torch.tensor([[0.5, 0.25, 0.0, 0.25], [0.0, 0.0, 1.0, 0.0], [1.0, 0, 0, 0], [1.0, 0, 0, 0]])
+    ids = torch.tensor([0, 0, 2, 1]).expand(batch, -1)  # the children 0, then 2 (probability 0), then 1
+    uniform = torch.cat([numbers.new_zeros(batch, 2), numbers[:, :2]], dim=1)
+    uniform[:, 1], uniform[:, 2] = numbers[:, 0], 0.0
+    links = [torch.tensor(x).expand(batch, -1) for x in ([1, -1, -1, -1], [-1, 2, 3, -1])]
+    rows = torch.arange(batch * 4).view(batch, 4)
+    args = on(device, ids, rows, *links, probs.expand(batch, -1, -1), uniform, numbers[:, 2].contiguous(), 1)
+    with forced(implementation):
+        _, num_accepted, accept_ids = call(OP, *args)
+    assert Counter(accept_ids[:, 0].tolist()) == {0: batch // 2, 1: batch // 4, 3: batch // 4}
+    assert (accept_ids[:, 0] == 3).eq(num_accepted == 0).all()
+
+
+@pytest.mark.parametrize(("device", "implementation"), places(OP))
+def test_every_combination_of_uniform_numbers_on_a_chain(device: str, implementation: str) -> None:
+    numbers = every_number(2)
+    drafted = torch.tensor([0, 1, 1, 3])  # as often as q says
+    p, q = torch.tensor([0.5, 0.25, 0.25, 0.0]), torch.tensor([0.25, 0.5, 0.0, 0.25])
+    numbers, drafted = numbers.repeat(4, 1), drafted.repeat_interleave(numbers.size(0))
+    batch = numbers.size(0)
+    ids = torch.stack([torch.zeros_like(drafted), drafted], dim=1)
+    links = [torch.tensor(x).expand(batch, -1) for x in ([1, -1], [-1, -1])]
+    rows = torch.arange(batch * 2).view(batch, 2)
+    args = on(device, ids, rows, *links, torch.stack([p, p]).expand(batch, -1, -1), numbers[:, :1].expand(-1, 2)
+              .contiguous(), numbers[:, 1].contiguous(), 1)
+    with forced(implementation):
+        _, _, accept_ids = call(OP, *args, draft_probs=torch.stack([q, q]).to(device).expand(batch, -1, -1))
+    assert Counter(accept_ids[:, 0].tolist()) == {0: batch // 2, 1: batch // 4, 2: batch // 4}
+
+
+@pytest.mark.parametrize(("device", "implementation"), places(OP))
+@pytest.mark.parametrize("chain", [False, True])
+def test_no_token_of_probability_0(device: str, implementation: str, chain: bool) -> None:
+    """Not for any uniform number, the ends of [0, 1) and worse: NaN, 1, infinities, negative ones."""
+    below = 1 - 2**-24
+    numbers = torch.tensor([0.0, -0.0, below, 2.0**-149, 1.0, 1.5, -1.0, math.nan, math.inf, -math.inf])
+    pairs = torch.cartesian_prod(numbers, numbers)
+    batch = pairs.size(0)
+    p = torch.tensor([0.0, 0.0, 0.3, 0.0, 0.7 - 2**-20, 0.0])
+    links = [torch.tensor(x).expand(batch, -1) for x in ([1, -1, -1], [-1, 2, -1])]
+    rows = torch.arange(batch * 3).view(batch, 3)
+    q = torch.tensor([0.4, 0.1, 0.1, 0.0, 0.2, 0.2]).to(device)
+    for token in range(6):
+        ids = torch.tensor([0, token, 5]).expand(batch, -1)
+        args = on(device, ids, rows, *links, p.expand(batch, 3, -1), pairs[:, :1].expand(-1, 3).contiguous(),
+                  pairs[:, 1].contiguous(), 1)
+        with forced(implementation):
+            _, num_accepted, accept_ids = call(OP, *args, draft_probs=q.expand(batch, 3, -1) if chain else None)
+        emitted = accept_ids[accept_ids >= 0]
+        assert emitted.numel() == (num_accepted + 1).sum() and set(emitted.tolist()) <= {2, 4}
+
+
+@pytest.mark.parametrize(("device", "implementation"), places(OP))
+def test_accepts_strictly_below(device: str, implementation: str) -> None:
+    p = torch.tensor([[0.25, 0.75], [1.0, 0.0]])
+    u = torch.tensor([0.25 - 2**-26, 0.25])
+    args = on(device, [[0, 0]] * 2, [[0, 1], [2, 3]], [[1, -1]] * 2, [[-1, -1]] * 2, p.repeat(2, 1),
+              u.unsqueeze(1).expand(2, 2).contiguous(), torch.zeros(2), 1)
+    with forced(implementation):
+        assert call(OP, *args)[1].tolist() == [1, 0]
+        chain = call(OP, *args, draft_probs=torch.tensor([1.0, 0.0], device=device).expand(2, 2, 2))
+    assert chain[1].tolist() == [1, 0] and chain[2].tolist() == [[0, 0], [1, -1]]
+
+
+@pytest.mark.parametrize(("device", "implementation"), places(OP))
+def test_values_that_are_no_probabilities(device: str, implementation: str) -> None:
+    """NaN, negative and infinite count as 0; a row with nothing else gives token 0; rows need not add up to 1."""
+    nan, inf = math.nan, math.inf
+    rows = [[nan, 2.0, -1.0, 2.0], [inf, 0.0, 3.0, -inf], [nan, -1.0, 0.0, inf], [0.0] * 4]
+    probs = torch.tensor(rows).repeat_interleave(2, 0)  # a root and a child each
+    for token, accepted in ((0, [0, 0, 0, 0]), (1, [1, 0, 0, 0]), (2, [0, 1, 0, 0]), (3, [0, 0, 0, 0])):
+        args = on(device, [[0, token]] * 4, [[0, 1], [2, 3], [4, 5], [6, 7]], [[1, -1]] * 4, [[-1, -1]] * 4, probs,
+                  torch.full((4, 2), 0.25 if token != 3 else 0.5), torch.full((4,), 0.75), 1)
+        with forced(implementation):
+            got = call(OP, *args)
+        assert got[1].tolist() == accepted
+        assert got[2][:, 0].tolist() == [1 if token in (1, 3) else 3, 2, 0, 0]
+        assert [r.tolist() for r in got] == expected(*args)
+
+
+@pytest.mark.parametrize(("device", "implementation"), places(OP))
+def test_a_draft_without_probabilities(device: str, implementation: str) -> None:
+    """q = 0 for the drafted token, or everywhere: it is accepted where p > 0, and the residual is p."""
+    p = torch.tensor([[0.0, 0.5, 0.5]]).repeat(6, 1)
+    q = torch.tensor([[1.0, 0.0, 0.0], [0.0] * 3, [math.nan] * 3]).unsqueeze(1).expand(3, 2, 3).to(device)
+    for token, accepted in ((1, 1), (0, 0)):
+        args = on(device, [[0, token]] * 3, [[0, 1], [2, 3], [4, 5]], [[1, -1]] * 3, [[-1, -1]] * 3, p,
+                  torch.full((3, 2), 0.9), torch.full((3,), 0.25), 1)
+        with forced(implementation):
+            got = call(OP, *args, draft_probs=q)
+        assert got[1].tolist() == [accepted] * 3
+        assert [r.tolist() for r in got] == expected(*args, q.cpu())
+
+
+@pytest.mark.parametrize(("device", "implementation"), places(OP))
+def test_no_mass_left_falls_back_to_the_target(device: str, implementation: str) -> None:
+    """p = q rejects for no number in [0, 1); where one outside does, the draw is from p."""
+    p = torch.tensor([0.0, 0.5, 0.5])
+    args = on(device, [[0, 1]] * 2, [[0, 1], [2, 3]], [[1, -1]] * 2, [[-1, -1]] * 2, p.repeat(4, 1),
+              torch.tensor([[0.0, 1 - 2**-24], [0.0, 1.0]]), torch.full((2,), 0.75), 1)
+    with forced(implementation):
+        got = call(OP, *args, draft_probs=p.to(device).expand(2, 2, 3))
+    assert got[1].tolist() == [1, 0] and got[2].tolist() == [[1, 2], [2, -1]]
+
+
+@pytest.mark.parametrize(("device", "implementation"), places(OP))
+@pytest.mark.parametrize("bad", [-1, 6, INT_MIN, 2**40])
+def test_tokens_outside_the_vocabulary(device: str, implementation: str, bad: int) -> None:
+    args = arguments(40, device=device)
+    args[0][:, [1, 2, 5]] = bad
+    with forced(implementation):
+        got = call(OP, *args)
+        chain = call(OP, *args, draft_probs=args[4])
+    assert not got[1].any() and not chain[1].any()
+    assert [r.tolist() for r in got] == expected(*args)
+    assert [r.tolist() for r in chain] == expected(*args, args[4])
+
+
+@pytest.mark.parametrize(("device", "implementation"), places(OP))
+@pytest.mark.parametrize("bad", [-1, 280, INT_MIN, 2**40])
+def test_rows_out_of_range(device: str, implementation: str, bad: int) -> None:
+    """A child without a row is passed over, and its token keeps its mass; a root without one gives -1."""
+    args = arguments(40, device=device)
+    args[1][:20, 1] = bad
+    args[1][20:, 0] = bad
+    with forced(implementation):
+        got = call(OP, *args)
+    assert [r.tolist() for r in got] == expected(*args)
+    assert got[0][20:].tolist() == [[bad, -1, -1, -1]] * 20 and got[2][20:].eq(-1).all()
+    assert got[1][:20].any()
+
+
+@pytest.mark.parametrize(("device", "implementation"), places(OP))
+def test_malformed_links_end(device: str, implementation: str) -> None:
+    args = arguments(100, device=device)
+    generator = torch.Generator().manual_seed(3)
+    for links in args[2:4]:
+        links.copy_(torch.randint(-2, len(PARENTS) + 2, links.shape, generator=generator))
+    with forced(implementation):
+        got = call(OP, *args[:-1], 9)
+    assert [r.tolist() for r in got] == expected(*args[:-1], 9)
+    assert got[1].max() > 3
+
+
+@pytest.mark.parametrize(("device", "implementation"), places(OP))
+def test_target_probs_flat_or_by_node(device: str, implementation: str) -> None:
+    *draft, probs, uniform, final, max_depth = arguments(20, device=device)
+    flat = probs.flatten(0, 1)
+    longer = torch.cat([flat, torch.full_like(flat[:3], math.nan)])
+    with forced(implementation):
+        results = [call(OP, *draft, p, uniform, final, max_depth) for p in (probs, flat, longer, strided(probs))]
+    for other in results[1:]:
+        for a, b in zip(results[0], other):
+            assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize(("device", "implementation"), places(OP))
+def test_a_large_vocabulary_is_summed_exactly_enough(device: str, implementation: str) -> None:
+    """2^18 equal probabilities: the draw at u is token u * 2^18, which sums in fp32 of 1 / 3 miss."""
+    vocab = 2**18
+    u = torch.tensor([0.0, 0.123, 0.5, 0.999, 1 - 2**-24])
+    probs = torch.full((5, 1, vocab), 1 / 3)
+    args = on(device, [[0]] * 5, torch.arange(5).view(5, 1), [[-1]] * 5, [[-1]] * 5, probs, torch.zeros(5, 1), u, 0)
+    with forced(implementation):
+        got = call(OP, *args)[2][:, 0]
+    exact = (u.double() * vocab).floor().long()
+    assert (got.cpu() - exact).abs().max() <= 1
+
+
+@pytest.mark.parametrize(("device", "implementation"), places(OP))
+def test_batch_0(device: str, implementation: str) -> None:
+    args = arguments(0, device=device)
+    with forced(implementation):
+        got = call(OP, *args)
+        chain = call(OP, *args, draft_probs=args[4])
+    assert [list(r.shape) for r in got] == [list(r.shape) for r in chain] == [[0, 4], [0], [0, 4]]
+
+
+@pytest.mark.parametrize(("device", "implementation"), places(OP))
+@pytest.mark.parametrize("chain", [False, True])
+def test_contract(device: str, implementation: str, chain: bool) -> None:
+    dtype, index = (torch.bfloat16, torch.int32) if chain else (torch.float32, torch.int64)
+    args = arguments(device=device, dtype=dtype, index=index)
+    kwargs = {"draft_probs": args[4].clone()} if chain else {}
+    with forced(implementation):
+        check_everything(OP, *args, **kwargs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled(device: str) -> None:
+    check_compiled(OP, *arguments(device=device))
+
+
+def test_reads_nothing() -> None:
+    args = arguments()
+    check_reads_nothing(OP, *args)
+    check_reads_nothing(OP, *args, draft_probs=args[4])
+
+
+def test_errors() -> None:
+    *draft, probs, uniform, final, depth = arguments()
+    shape = "(draft_ids is [2, 7])"
+    for message, *args in (
+        ("target_probs: expected 2 dimensions or 3 dimensions, got 1 ([6])", probs[0, 0], uniform, final, depth),
+        (f"target_probs: expected [2, 7, *], got [2, 6, 6] {shape}", probs[:, 1:], uniform, final, depth),
+        (f"target_probs: expected at least 14 rows, got 13 {shape}", probs.flatten(0, 1)[1:], uniform, final, depth),
+        ("target_probs: expected bfloat16 or float16 or float32, got float64", probs.double(), uniform, final, depth),
+        ("target_probs: expected at least 1 column, got 0", probs[..., :0], uniform, final, depth),
+        (f"uniform: expected [2, 7], got [2, 6] {shape}", probs, uniform[:, 1:], final, depth),
+        ("uniform: expected float32, got float16", probs, uniform.half(), final, depth),
+        (f"uniform_final: expected [2], got [1] {shape}", probs, uniform, final[:1], depth),
+        ("uniform_final: expected float32, got bfloat16", probs, uniform, final.bfloat16(), depth),
+        ("max_depth: expected at least 0, got -2", probs, uniform, final, -2),
+        ("target_probs: expected a contiguous last dimension, got strides [42, 1, 7]",
+         probs.mT.contiguous().mT, uniform, final, depth),
+    ):
+        check_error(OP, f"verify_sample: {message}", *draft, *args)
+    args = (*draft, probs, uniform, final, depth)
+    check_error(OP, f"verify_sample: draft_probs: expected [2, 7, 6], got [2, 7, 5] (target_probs has 6 columns, "
+                f"{shape[1:]}", *args, draft_probs=probs[..., 1:])
+    check_error(OP, "verify_sample: draft_probs: expected float32, got float16 (target_probs is float32)", *args,
+                draft_probs=probs.half())
+    check_error(OP, "verify_sample: draft_ids: expected int32 or int64, got float32", draft[0].float(), *args[1:])
+    check_error(OP, f"verify_sample: retrieve_next_sibling: expected [2, 7], got [2, 6] {shape}", *draft[:3],
+                draft[3][:, 1:], *args[4:])
+
+
+def test_device_errors() -> None:
+    args = arguments()
+    check_device_errors(OP, *args, draft_probs=args[4])
+
+
+def test_debug_names_the_first_offender() -> None:
+    def changed(place: int, *index: int, to: float) -> tuple[Any, ...]:
+        args = arguments()
+        args[place][index] = to
+        return args
+
+    for message, args in (
+        ("draft_ids[1, 2]: expected a token id of at least 0, got -3", changed(0, 1, 2, to=-3)),
+        ("draft_ids[0, 1]: expected a token id below 6, got 6", changed(0, 0, 1, to=6)),
+        ("retrieve_index[0, 6]: expected 0 to 13, got 14 (the target has 14 rows)", changed(1, 0, 6, to=14)),
+        ("target_probs[1, 2, 3]: expected a probability, got nan", changed(4, 1, 2, 3, to=math.nan)),
+        ("target_probs[0, 0, 5]: expected a probability, got -0.5", changed(4, 0, 0, 5, to=-0.5)),
+        ("uniform[0, 4]: expected a number in [0, 1), got 1.0", changed(5, 0, 4, to=1.0)),
+        ("uniform_final[1]: expected a number in [0, 1), got -0.5", changed(6, 1, to=-0.5)),
+    ):
+        check_debug_error(OP, f"verify_sample: {message}", *args)
+    args = arguments()
+    check_debug_error(OP, "verify_sample: draft_probs[0, 0, 0]: expected a probability, got inf", *args,
+                      draft_probs=torch.full_like(args[4], math.inf))
+
+
+def test_the_exact_model() -> None:
+    """The plain Python rule itself: its distributions are exact."""
+    assert sum(distribution([0.1, math.nan, 0.7, -1.0]).values()) == 1
