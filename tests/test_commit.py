@@ -39,8 +39,8 @@ def arguments(batch: int = 3, rows: int = 20, backbone: int = 6, dtype: torch.dt
     return (*on(device, index.to(dtypes[0]), accepted.to(dtypes[1]), ids.to(dtypes[2])), hidden)
 
 
-def expected(index: Tensor, accepted: Tensor, ids: Tensor, hidden: Tensor, stop_ids: Tensor | None
-             ) -> tuple[list[Any], Tensor]:
+def expected(*args: Tensor, stop_ids: Tensor | None) -> tuple[list[Any], Tensor]:
+    index, accepted, ids, hidden = args
     stops = [] if stop_ids is None else [s for s in stop_ids.tolist() if s >= 0]
     made, states = [], []
     for b in range(ids.size(0)):
@@ -54,7 +54,7 @@ def expected(index: Tensor, accepted: Tensor, ids: Tensor, hidden: Tensor, stop_
 
 def check_against(args: tuple[Any, ...], stop_ids: Tensor | None) -> tuple[Tensor, ...]:
     got = call(OP, *args, stop_ids=stop_ids)
-    exact, states = expected(*args, stop_ids)
+    exact, states = expected(*args, stop_ids=stop_ids)
     assert [r.tolist() for r in got[:4]] == exact
     assert_same_bits(got[4], states)
     assert [r.dtype for r in got[:4]] == [torch.int64, torch.int64, torch.bool, torch.int64]
@@ -202,7 +202,7 @@ def test_errors() -> None:
          hidden.t().contiguous().t()),
     ):
         check_error(OP, f"commit: {message}", *args)
-    args = (index, accepted, ids, hidden)
+    args = [index, accepted, ids, hidden]
     check_error(OP, "commit: stop_ids: expected 1 dimensions, got 2 ([1, 2])", *args, stop_ids=torch.tensor([[1, 2]]))
     check_error(OP, "commit: stop_ids: expected int32 or int64, got float32", *args, stop_ids=torch.tensor([1.0]))
 

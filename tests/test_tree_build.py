@@ -31,7 +31,8 @@ NAN, INF = math.nan, math.inf
 def grown(steps: int, topk: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Scores, ids and parents of one request's candidates; scores fall along every path, in steps of 0.25 (ties)."""
     generator = torch.Generator().manual_seed(seed)
-    scores, parents = [], []
+    scores: list[float] = []
+    parents: list[int] = []
     frontier = [(-1, 0.0)]
     for _ in range(steps):
         candidates = []

@@ -40,9 +40,9 @@ def arguments(batch: int = 2, rows: int = 3, k: int = 3, device: str = "cpu", id
     return (logprobs, tokens, 6), {"scores": scores, "frontier": frontier}
 
 
-def expected(logprobs: Tensor, tokens: Tensor, offset: int, scores: Tensor | None, frontier: Tensor | None
-             ) -> list[list[Any]]:
+def expected(*args: Any, scores: Tensor | None = None, frontier: Tensor | None = None) -> list[list[Any]]:
     """The six results as lists, request by request."""
+    logprobs, tokens, offset = args
     results: list[list[Any]] = [[] for _ in range(6)]
     for b in range(logprobs.size(0)):
         sums, parents, ids = [], [], []
@@ -82,7 +82,7 @@ def test_first_step(device: str, implementation: str, batch: int) -> None:
     with forced(implementation):
         got = call(OP, *args)
         same = call(OP, *args, scores=args[0].new_zeros(batch, 1), frontier=args[1].new_full((batch, 1), -1))
-    assert [r.tolist() for r in got] == expected(*args, None, None)
+    assert [r.tolist() for r in got] == expected(*args)
     for one, two in zip(got, same):
         assert_same_bits(one, two)
 

@@ -19,8 +19,7 @@ from harness import (
     strided,
 )
 from head_cases import check_reads_nothing
-from torch import Tensor
-from tree_cases import INDICES, INT_MIN, LINKS, PARENTS, TOKENS, links_of, on, places, walk
+from tree_cases import INDICES, INT_MIN, LINKS, PARENTS, TOKENS, links_of, on, places, walk_all
 
 OP = "verify_greedy"
 NODES = len(TOKENS)
@@ -43,18 +42,14 @@ def arguments(batch: int = 2, max_depth: int = 3, device: str = "cpu", dtypes: t
         cycle = list(CASES.values())
         targets = [cycle[(b + 2) % len(cycle)][0] for b in range(batch)]
     target = torch.tensor(targets, dtype=torch.int64).view(batch, NODES)
-    tensors = (torch.tensor([TOKENS] * batch).view(batch, NODES), rows, torch.tensor([next_token] * batch)
-               .view(batch, NODES), torch.tensor([next_sibling] * batch).view(batch, NODES), target)
-    tensors = tuple(t.to(dtype) for t, dtype in zip(tensors, dtypes or [torch.int64] * 5))
-    return (*on(device, *tensors), max_depth)
+    ids, child, sibling = (torch.tensor([x] * batch).view(batch, NODES) for x in (TOKENS, next_token, next_sibling))
+    made = zip((ids, rows, child, sibling, target), dtypes or [torch.int64] * 5)
+    return (*on(device, *(tensor.to(dtype) for tensor, dtype in made)), max_depth)
 
 
-def expected(ids: Tensor, rows: Tensor, next_token: Tensor, next_sibling: Tensor, target: Tensor, max_depth: int
-             ) -> list[list[Any]]:
-    flat = target.flatten().tolist()
-    made = [walk(*(t[b].tolist() for t in (ids, rows, next_token, next_sibling)), flat, max_depth)
-            for b in range(ids.size(0))]
-    return [[request[i] for request in made] for i in range(3)]
+def expected(*args: Any) -> list[list[Any]]:
+    *draft, target, max_depth = args
+    return walk_all([t.tolist() for t in draft], target.flatten().tolist(), max_depth)
 
 
 @pytest.mark.parametrize(("device", "implementation"), places(OP))
@@ -129,6 +124,7 @@ def test_rows_out_of_range(device: str, implementation: str, bad: int) -> None:
     args = arguments(2, 3, device, targets=[CASES["all"][0]] * 2)
     args[1][0, 4] = bad
     args[1][1, 0] = bad
+    args[0][1, 1] = -1  # equals the target that is not there
     with forced(implementation):
         got = call(OP, *args)
     assert [r.tolist() for r in got] == [[[0, 1, -1, -1], [bad, -1, -1, -1]], [1, 0], [[7, 2, -1, -1], [-1] * 4]]
@@ -156,7 +152,8 @@ def test_links_out_of_range_end_a_list(device: str, implementation: str, dtype: 
 def test_rings_end(device: str, implementation: str) -> None:
     """A ring of siblings without a match, one with the match behind it, and a ring of children that all match."""
     ids, rows = torch.tensor([[0, 1, 2, 3]] * 3), torch.arange(12).view(3, 4)
-    next_token, next_sibling = [[1, -1, -1, -1], [3, -1, -1, -1], [1, 2, 1, 3]], [[-1, 2, 1, -1], [-1, 3, 1, 2], [-1] * 4]
+    next_token = [[1, -1, -1, -1], [3, -1, -1, -1], [1, 2, 1, 3]]
+    next_sibling = [[-1, 2, 1, -1], [-1, 3, 1, 2], [-1] * 4]
     target = [[9, 9, 9, 9], [1, 9, 9, 9], [1, 2, 1, 3]]
     args = on(device, ids, rows, next_token, next_sibling, target, 8)
     with forced(implementation):

@@ -6,7 +6,7 @@ import importlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -26,7 +26,7 @@ from harness import (
 )
 from head_cases import check_reads_nothing
 from torch import Tensor
-from tree_cases import INT_MIN, PARENTS, distribution, links_of, on, places, sample
+from tree_cases import INT_MIN, PARENTS, distribution, links_of, on, places, sample_all
 
 OP = "verify_sample"
 reference_module = importlib.import_module("mtp_kernels.reference.verify_sample")
@@ -62,28 +62,26 @@ def arguments(batch: int = 2, vocab: int = 6, max_depth: int = 3, parents: list[
     return (*on(device, *draft, probs, grid(batch, num_nodes, seed=seed + 2), grid(batch, seed=seed + 3)), max_depth)
 
 
-def expected(ids: Tensor, rows: Tensor, next_token: Tensor, next_sibling: Tensor, probs: Tensor, uniform: Tensor,
-             final: Tensor, max_depth: int, draft_probs: Tensor | None = None) -> list[list[Any]]:
-    flat = probs.flatten(0, -2).tolist()
-    made = [sample(*(t[b].tolist() for t in (ids, rows, next_token, next_sibling)), flat, uniform[b].tolist(),
-                   float(final[b]), max_depth, None if draft_probs is None else draft_probs[b].tolist())
-            for b in range(ids.size(0))]
-    return [[request[i] for request in made] for i in range(3)]
+def expected(*args: Any, draft_probs: Tensor | None = None) -> list[list[Any]]:
+    *draft, probs, uniform, final, max_depth = args
+    q = None if draft_probs is None else draft_probs.tolist()
+    return sample_all([t.tolist() for t in draft], probs.flatten(0, -2).tolist(), uniform.tolist(), final.tolist(),
+                      max_depth, q)
 
 
 @pytest.mark.parametrize(("device", "implementation"), places(OP))
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(
-    ("parents", "max_depth"), [(PARENTS, 3), (PARENTS, 1), (PARENTS, 0), ([-1], 2), ([-1, 0, 0, 0, 0, 0, 0, 0], 2)]
+    ("parents", "max_depth", "reached"),
+    [(PARENTS, 3, 2), (PARENTS, 1, 1), (PARENTS, 0, 0), ([-1], 2, 0), ([-1, 0, 0, 0, 0, 0, 0, 0], 2, 1)],
 )
 def test_tree_against_exact_arithmetic(device: str, implementation: str, dtype: torch.dtype, parents: list[int],
-                                       max_depth: int) -> None:
+                                       max_depth: int, reached: int) -> None:
     args = arguments(200, 6, max_depth, parents, device=device, dtype=dtype)
     with forced(implementation):
         got = call(OP, *args)
     assert [r.tolist() for r in got] == expected(*args)
-    if max_depth >= 2 and len(parents) > 1:
-        assert got[1].float().mean() > 0.5  # the cases are not all rejections
+    assert set(got[1].tolist()) >= set(range(reached + 1))
     assert got[0].shape == got[2].shape == (200, max_depth + 1)
     assert [r.dtype for r in got] == [torch.int64] * 3
 
@@ -98,8 +96,17 @@ def test_sampled_against_exact_arithmetic(device: str, implementation: str, dtyp
     draft_probs = dyadic(300, len(parents), 4, seed=77).to(device, dtype)
     with forced(implementation):
         got = call(OP, *args, draft_probs=draft_probs)
-    assert [r.tolist() for r in got] == expected(*args, draft_probs)
-    assert got[1].unique().tolist() == [0, 1, 2, 3]
+    assert [r.tolist() for r in got] == expected(*args, draft_probs=draft_probs)
+    assert set(got[1].tolist()) >= {0, 1, 2}
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Two threads on busy cores wait for each other at every one of many short operations."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 # The output's distribution. Every completed output of two tokens has an exact probability under the target.
@@ -109,14 +116,14 @@ VOCAB = 5
 
 def probabilities(*shape: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.softmax(torch.randn(*shape, generator=generator) * 1.3, -1)
+    return torch.softmax(torch.randn(*shape, generator=generator) * 0.8, -1)
 
 
 def tree_outputs(verify: Verify, device: str, batch: int, max_depth: int, dtype: torch.dtype = torch.float32
                  ) -> tuple[Tensor, Tensor]:
     """First two tokens [batch, 2] of the output over a fixed tree, and their exact distribution [vocab, vocab].
 
-    The root's children have the tokens 1, 3, 1 (twice the same) and 4; the first has the children 0 and 2, the second 2.
+    The root's children have the tokens 1, 3, 1 (a double) and 4; the first has the children 0 and 2, the second 2.
     """
     tokens, parents = [0, 1, 3, 1, 4, 0, 2, 2], [-1, 0, 0, 0, 0, 1, 1, 2]
     first, then = probabilities(VOCAB, seed=4).to(dtype), probabilities(VOCAB, VOCAB, seed=5).to(dtype)
@@ -187,13 +194,13 @@ def served(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("outputs", [tree_outputs, chain_outputs])
 @pytest.mark.parametrize(("max_depth", "dtype"), [(2, torch.float32), (1, torch.float32), (0, torch.float32),
                                                   (2, torch.bfloat16), (2, torch.float16)])
-def test_output_distribution(device: str, implementation: str, outputs: Any, max_depth: int, dtype: torch.dtype
-                             ) -> None:
+def test_output_distribution(one_thread: None, device: str, implementation: str, outputs: Any, max_depth: int,
+                             dtype: torch.dtype) -> None:
     with forced(implementation):
         assert p_value(*outputs(served, device, 40_000, max_depth, dtype)) > 1e-3
 
 
-def test_a_broken_rule_fails_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_rule_fails_the_test(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same test finds each of the usual mistakes."""
     in_turn, sampled = reference_module._try_in_turn, reference_module._try_sampled
 
@@ -328,7 +335,7 @@ def test_a_draft_without_probabilities(device: str, implementation: str) -> None
         with forced(implementation):
             got = call(OP, *args, draft_probs=q)
         assert got[1].tolist() == [accepted] * 3
-        assert [r.tolist() for r in got] == expected(*args, q.cpu())
+        assert [r.tolist() for r in got] == expected(*args, draft_probs=q)
 
 
 @pytest.mark.parametrize(("device", "implementation"), places(OP))
@@ -352,7 +359,7 @@ def test_tokens_outside_the_vocabulary(device: str, implementation: str, bad: in
         chain = call(OP, *args, draft_probs=args[4])
     assert not got[1].any() and not chain[1].any()
     assert [r.tolist() for r in got] == expected(*args)
-    assert [r.tolist() for r in chain] == expected(*args, args[4])
+    assert [r.tolist() for r in chain] == expected(*args, draft_probs=args[4])
 
 
 @pytest.mark.parametrize(("device", "implementation"), places(OP))
@@ -395,15 +402,15 @@ def test_target_probs_flat_or_by_node(device: str, implementation: str) -> None:
 
 @pytest.mark.parametrize(("device", "implementation"), places(OP))
 def test_a_large_vocabulary_is_summed_exactly_enough(device: str, implementation: str) -> None:
-    """2^18 equal probabilities: the draw at u is token u * 2^18, which sums in fp32 of 1 / 3 miss."""
-    vocab = 2**18
-    u = torch.tensor([0.0, 0.123, 0.5, 0.999, 1 - 2**-24])
-    probs = torch.full((5, 1, vocab), 1 / 3)
-    args = on(device, [[0]] * 5, torch.arange(5).view(5, 1), [[-1]] * 5, [[-1]] * 5, probs, torch.zeros(5, 1), u, 0)
+    """2^18 equal probabilities that do not add up to 1: a draw in the middle of each token's part finds it."""
+    vocab, wanted = 2**18, torch.tensor([0, 1, 99_999, 2**17, 180_001, 2**18 - 2, 2**18 - 1])
+    batch = wanted.numel()
+    u = ((wanted + 0.5) / vocab).float()
+    probs = torch.tensor(1 / 3).expand(batch, 1, vocab).contiguous()
+    nodes = torch.zeros(batch, 1, dtype=torch.int64)
+    args = on(device, nodes, torch.arange(batch).view(batch, 1), nodes - 1, nodes - 1, probs, nodes.float(), u, 0)
     with forced(implementation):
-        got = call(OP, *args)[2][:, 0]
-    exact = (u.double() * vocab).floor().long()
-    assert (got.cpu() - exact).abs().max() <= 1
+        assert call(OP, *args)[2][:, 0].tolist() == wanted.tolist()
 
 
 @pytest.mark.parametrize(("device", "implementation"), places(OP))
@@ -454,7 +461,7 @@ def test_errors() -> None:
          probs.mT.contiguous().mT, uniform, final, depth),
     ):
         check_error(OP, f"verify_sample: {message}", *draft, *args)
-    args = (*draft, probs, uniform, final, depth)
+    args = [*draft, probs, uniform, final, depth]
     check_error(OP, f"verify_sample: draft_probs: expected [2, 7, 6], got [2, 7, 5] (target_probs has 6 columns, "
                 f"{shape[1:]}", *args, draft_probs=probs[..., 1:])
     check_error(OP, "verify_sample: draft_probs: expected float32, got float16 (target_probs is float32)", *args,

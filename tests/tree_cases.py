@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -46,7 +47,7 @@ def rank(scores: Sequence[float], k: int) -> list[int]:
 def links_of(parents: Sequence[int]) -> tuple[list[int], list[int]]:
     """retrieve_next_token and retrieve_next_sibling of a tree given by its parents."""
     children = [[j for j, p in enumerate(parents) if p == i and j > 0] for i in range(len(parents))]
-    following = {a: b for own in children for a, b in zip(own, own[1:])}
+    following = {a: b for own in children for a, b in itertools.pairwise(own)}
     return [own[0] if own else -1 for own in children], [following.get(i, -1) for i in range(len(parents))]
 
 
@@ -99,6 +100,12 @@ def walk(ids: Sequence[int], rows: Sequence[int], next_token: Sequence[int], nex
     return result(path, target[rows[path[-1]]] if there else -1, ids, rows, max_depth)
 
 
+def walk_all(draft: Sequence[Sequence[Sequence[int]]], target: Sequence[int], max_depth: int) -> list[list[Any]]:
+    """verify_greedy of a batch: its three results; `draft` is ids, rows, next_token and next_sibling, [batch, N]."""
+    made = [walk(ids, rows, child, sibling, target, max_depth) for ids, rows, child, sibling in zip(*draft)]
+    return [[request[i] for request in made] for i in range(3)]
+
+
 def result(path: Sequence[int], last: int, ids: Sequence[int], rows: Sequence[int], max_depth: int
            ) -> tuple[list[int], int, list[int]]:
     """accept_index, num_accepted and accept_ids of a walk along `path` that ends with the token `last`."""
@@ -137,6 +144,16 @@ def sample(ids: Sequence[int], rows: Sequence[int], next_token: Sequence[int], n
             break
         path.append(accepted)
     return result(path, draw(left, uniform_final) if there else -1, ids, rows, max_depth)
+
+
+def sample_all(draft: Sequence[Sequence[Sequence[int]]], target: Sequence[Sequence[float]],
+               uniform: Sequence[Sequence[float]], uniform_final: Sequence[float], max_depth: int,
+               draft_probs: Sequence[Sequence[Sequence[float]]] | None = None) -> list[list[Any]]:
+    """verify_sample of a batch: its three results."""
+    probs = [None] * len(uniform) if draft_probs is None else draft_probs
+    made = [sample(ids, rows, child, sibling, target, u, final, max_depth, q)
+            for (ids, rows, child, sibling), u, final, q in zip(zip(*draft), uniform, uniform_final, probs)]
+    return [[request[i] for request in made] for i in range(3)]
 
 
 def in_turn(p: Distribution, tried: Sequence[int], ids: Sequence[int], rows: Sequence[int], uniform: Sequence[float],

@@ -53,6 +53,7 @@ std::tuple<Tensor, Tensor, Tensor> verify_greedy(Tensor draft_ids, Tensor retrie
   p.num_nodes = draft_ids.size(1);
   p.num_rows = target_ids.numel();
   p.max_depth = max_depth;
+  STD_TORCH_CHECK(p.num_nodes >= 1 && max_depth >= 0, "verify_greedy: expected at least 1 node and a depth of 0");
   p.draft_ids = index_view<2>(draft_ids);
   p.retrieve_index = index_view<2>(retrieve_index);
   p.retrieve_next_token = index_view<2>(retrieve_next_token);

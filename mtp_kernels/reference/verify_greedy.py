@@ -26,10 +26,9 @@ def verify_greedy(
     child = children.gather(2, fits.byte().argmax(-1, keepdim=True)).squeeze(-1).clamp(min=0)
 
     node = torch.zeros(batch, dtype=torch.int64, device=ids.device)
-    walking = torch.ones(batch, dtype=torch.bool, device=ids.device)
     nodes, taken = [], []
     for _ in range(min(max_depth, num_nodes - 1)):
-        walking = walking & at(found, node)
+        walking = at(found, node)
         node = torch.where(walking, at(child, node), node)
         nodes.append(node)
         taken.append(walking)

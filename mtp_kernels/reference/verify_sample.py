@@ -34,11 +34,10 @@ def verify_sample(
             accept, rest = _try_in_turn(p, tokens, u, can_try)
         else:
             accept, rest = _try_sampled(p, _distribution(at(draft_probs, node)), tokens, u, can_try)
-        left = torch.where(walking.unsqueeze(1), rest, left)
         walking = walking & accept.any(1)
         node = torch.where(walking, child.gather(1, accept.byte().argmax(1, keepdim=True)).squeeze(1), node)
         p = _distribution(take_rows(target_probs, at(rows, node), 1))
-        left = torch.where(walking.unsqueeze(1), p, left)
+        left = torch.where(walking.unsqueeze(1), p, rest)
         nodes.append(node)
         taken.append(walking)
     bonus = _draw(torch.where(left.amax(1, keepdim=True) > 0, left, p), uniform_final.double())

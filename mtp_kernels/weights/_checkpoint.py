@@ -37,7 +37,7 @@ class Checkpoint:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         folder = Path(path)
         if folder.is_file():
-            kind = _pickle_kind(folder)
+            kind = "" if folder.suffix == ".safetensors" else _pickle_kind(folder)
             refuse(folder, f"is {kind}: {NO_PICKLES}" if kind else "expected the checkpoint's folder, got a file")
         if not folder.is_dir():
             refuse(folder, "no such folder (checkpoints are read from disk, never downloaded)")
@@ -55,14 +55,18 @@ class Checkpoint:
                 refuse(folder / file_name, f"{name} is missing, which {INDEX} places there")
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The named tensors, on the CPU; each file is opened once."""
+        """The named tensors, on the CPU; each file is opened once.
+
+        Cloned, because safetensors gives views of the mapped file: aligned to 8 bytes only, and changed or gone (which
+        ends the process) when somebody writes the file anew in place.
+        """
         of_file: dict[Path, list[str]] = {}
         for name in names:
             of_file.setdefault(self._file_of[name], []).append(name)
         tensors = {}
         for file, wanted in of_file.items():
             with opened(file) as reader:
-                tensors.update({name: reader.get_tensor(name) for name in wanted})
+                tensors.update({name: reader.get_tensor(name).clone() for name in wanted})
         return tensors
 
     def _read_header(self, file: Path) -> None:

@@ -91,7 +91,7 @@ def check_layout(
 
 def _check_dtype(where: object, name: str, got: torch.dtype | str, first: torch.dtype | str, converts: bool) -> None:
     allowed: tuple[torch.dtype, ...] = FLOATS
-    why = "quantised checkpoints are not supported"
+    why = "other dtypes, quantised ones too, are not supported"
     if name == ORDERING:
         allowed, why = INDICES, "token ids"
     elif got in FLOATS and isinstance(first, torch.dtype) and not converts:

@@ -106,7 +106,7 @@ def parse_config(where: object, values: object) -> AssistantConfig:
         num_active=num_active,
         norm_eps=text.number("rms_norm_eps"),
         logits_soft_cap=0.0 if cap is None else text.number("final_logit_softcapping"),
-        tied=top.boolean("tie_word_embeddings"),
+        tied=top.boolean("tie_word_embeddings") if "tie_word_embeddings" in top.values else True,
     )
 
 

@@ -215,8 +215,9 @@ class AssistantWeights(HasConfig):
             for layer in self.layers
         )
         own = {f.name: moved(getattr(self, f.name), f.name) for f in fields(self)}
-        scale = self.embed_scale if dtype in (None, self.dtype) else rounded_scale(self.backbone, dtype)
-        return replace(self, **{**own, "layers": layers, "embed_scale": scale})
+        if own["embed_weight"].dtype != self.embed_weight.dtype:
+            own["embed_scale"] = rounded_scale(self.backbone, own["embed_weight"].dtype)
+        return replace(self, **{**own, "layers": layers})
 
     def reordered(self) -> AssistantWeights:
         """With the head's rows in centroid order, so that a centroid's rows lie in one block; the same drafts.

@@ -1,0 +1,1 @@
+"""The stages of `examples/train_pair.py`, one file each."""
