@@ -239,7 +239,7 @@ def _draft_tree(
     cand_ids, cand_scores = torch.cat(all_ids, dim=1), torch.cat(all_scores, dim=1)
     size = offset + 1 if num_draft_tokens is None else num_draft_tokens
     built = ops.tree_build(seed_ids, cand_scores, cand_ids, torch.cat(all_parents, dim=1), root_positions, size)
-    return DraftTree(*built, cand_ids=cand_ids, cand_scores=cand_scores)
+    return DraftTree._make((*built, cand_ids, cand_scores))
 
 
 def _check(

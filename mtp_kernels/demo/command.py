@@ -34,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; 0 when its output equals plain greedy decoding (or was not compared), 1 when it does not."""
-    torch.set_grad_enabled(False)
     pair, prompt = _load(args)
     nodes = _nodes(args)
     rounds = decode_greedy(

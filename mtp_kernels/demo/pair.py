@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,10 +66,27 @@ def load_pair(directory: Path, head: str, device: str = "cpu", dtype: torch.dtyp
     for part in ("target", f"assistant-{head}", "tokenizer.json", "pair.json"):
         if not (directory / part).exists():
             raise DemoError(f"{directory} is not a pair: {part} is missing")
-    model = Gemma4ForCausalLM.from_pretrained(directory / "target", dtype=dtype, local_files_only=True)
-    model = model.to(device).eval()  # type: ignore[arg-type]
+    with _quiet_transformers():
+        model = Gemma4ForCausalLM.from_pretrained(directory / "target", dtype=dtype, local_files_only=True)
+    model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
     embed = model.model.embed_tokens.weight.detach()
     weights = AssistantWeights.from_pretrained(directory / f"assistant-{head}", embed, dtype=dtype, device=device)
     about = json.loads((directory / "pair.json").read_text(encoding="utf-8"))
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     return Pair(model, weights, tokenizer, tuple(about["held_out"]), int(model.config.eos_token_id))
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bar and no advice while a model loads: they would land in the middle of the demo's output."""
+    from transformers.utils import logging
+
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()

@@ -34,7 +34,7 @@ class TargetSession:
         self.device = model.device
         self.config = model.config.get_text_config()
         self.window = self.config.sliding_window
-        self._cache = DynamicCache()
+        self._cache: Any = DynamicCache()
         parameters = inspect.signature(model.model.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"  # renamed in transformers 5.2x
         self._stores = _last_storing_layers(self.config)
