@@ -153,7 +153,8 @@ def test_other_dtypes_run(dtype: torch.dtype) -> None:
     assert torch.isfinite(tree.cand_scores).all()
 
 
-def test_compiles_to_one_graph() -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiles_to_one_graph(backend: str) -> None:
     weights = synthetic()
     lengths = [12, 5]
     ids, state = seeds(weights, 2)
@@ -163,7 +164,7 @@ def test_compiles_to_one_graph() -> None:
     def chain(ids: Tensor, state: Tensor, positions: Tensor) -> DraftTree:
         return draft(weights, kv, ids, state, positions, 3, 1, None, positions)
 
-    compiled = torch.compile(chain, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(chain, fullgraph=True, backend=backend)
     for one, two in zip(compiled(ids, state, positions), chain(ids, state, positions)):
         assert_same_bits(one, two)
 

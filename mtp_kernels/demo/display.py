@@ -38,6 +38,8 @@ def show_rounds(console: Console, pair: Pair, rounds: Iterable[Round], max_new_t
             progress.update(task, advance=len(one.token_ids), rate=rate)
         progress.update(task, total=sum(len(r.token_ids) for r in seen))
         marked.close()
+    if not console.is_terminal:
+        console.print()  # Live ends its last line only on a terminal
     return seen
 
 
