@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import torch
+import transformers
 
 from mtp_kernels.demo.pair import HEADS, Pair, load_pair
 from mtp_kernels.demo.stats import summarize
@@ -38,6 +39,7 @@ def main() -> int:
         "command": " ".join(["python examples/evaluate_pair.py", *sys.argv[1:]]),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "transformers": transformers.__version__,
         "device": args.device,
         "dtype": "float32",
         "results": [],

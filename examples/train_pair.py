@@ -1,7 +1,7 @@
 """Trains the example pair: a small Gemma 4 target and two assistants, on the Python standard library's sources.
 
-    python examples/train_pair.py                                   # ten minutes on one large GPU
-    python examples/train_pair.py --smoke --out /tmp/pair            # a minute on a CPU, to see that it runs
+    python examples/train_pair.py                                   # eight minutes on one large GPU
+    python examples/train_pair.py --smoke --out FOLDER               # a minute on a CPU, to see that it runs
     python examples/train_pair.py --prepare-only --data .data/stdlib # the tokenizer and token ids alone
     python examples/train_pair.py --evaluate-only                    # measure examples/pair again
 

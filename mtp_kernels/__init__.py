@@ -10,7 +10,7 @@ from ._report import report, supports
 from .draft import DraftTree, draft, draft_step
 from .heads import merge_topk, quantize_lm_head, reorder_lm_head
 from .kv_view import KVView
-from .ops import ArgumentError
+from .ops import ArgumentError, ImplementationError
 from .weights import AssistantWeights, CheckpointError
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "AssistantWeights",
     "CheckpointError",
     "DraftTree",
+    "ImplementationError",
     "KVView",
     "draft",
     "draft_step",

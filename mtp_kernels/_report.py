@@ -77,8 +77,9 @@ def supports(op: str, **shape: Any) -> tuple[bool, str]:
 
     Args:
         op: the op's name, for example "draft_attention".
-        shape: what the calls will look like, by the names of DESIGN 3 (head_dim, num_qo_heads, dtype, ...); each op's
-            docstring lists the ones that decide. Names that an op does not know raise ArgumentError.
+        shape: what the calls will look like, by the names of the op's arguments and sizes (head_dim, num_qo_heads,
+            dtype, ...); each op's docstring lists the ones that decide. Names that an op does not know raise
+            ArgumentError.
 
     Returns:
         (True, "") or (False, reason).

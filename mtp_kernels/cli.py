@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from . import __version__
 from ._report import report
-from .ops import ArgumentError
+from .ops import ArgumentError, ImplementationError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,9 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(args.json)
     try:
         return demo_package.run(args)
-    except (demo_package.DemoError, ArgumentError) as error:
+    except (demo_package.DemoError, ArgumentError, ImplementationError) as error:
         print(f"mtp-kernels demo: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 def _report(as_json: bool) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -289,10 +289,3 @@ def random_tensor(*shape: int, seed: int, dtype: torch.dtype = torch.float32, de
     """Normal random values; the same for a seed on every device."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(*shape, generator=generator) * scale).to(dtype=dtype, device=device)
-
-
-def shapes_of(values: Sequence[Tensor]) -> list[list[int]]:
-    return [list(v.shape) for v in values]
-
-
-Check = Callable[..., None]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import forced
 
 pytest.importorskip("transformers")
 
@@ -105,10 +106,13 @@ def test_prompt_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     [
         (["--prompt-file", "no/such/file"], "mtp-kernels demo: --prompt-file: "),
         (["--pair", "no/such/pair"], "is not a pair: target is missing"),
-        (["--device", "nonsense"], "mtp-kernels demo: --device: nonsense: "),
+        (["--device", "nonsense"], "mtp-kernels demo: --device: expected cpu, cuda or cuda:N, got 'nonsense'"),
+        (["--device", "meta"], "mtp-kernels demo: --device: expected cpu, cuda or cuda:N, got 'meta'"),
+        (["--device", "cuda:99"], "mtp-kernels demo: --device: cuda:99: "),
         (["--steps", "0"], "mtp-kernels demo: --steps: expected at least 1, got 0"),
-        (["--topk", "9999"], "draft: topk: expected 1 to "),
-        (["--nodes", "6"], "draft: num_draft_tokens: expected 1 to 5, got 6"),
+        (["--topk", "9999"], "mtp-kernels demo: --topk: expected at most 512 (the head's candidates), got 9999"),
+        (["--nodes", "6"], "mtp-kernels demo: --nodes: expected 2 to 5 (root and candidates), got 6"),
+        (["--nodes", "1"], "mtp-kernels demo: --nodes: expected 2 to 5 (root and candidates), got 1"),
         (["--max-new-tokens", "-3"], "--max-new-tokens: expected at least 1, got -3"),
     ],
 )
@@ -116,6 +120,35 @@ def test_errors_are_one_line(options: list[str], message: str, capsys: pytest.Ca
     assert main(["demo", "--json", *options]) == 2
     captured = capsys.readouterr()
     assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+def test_a_long_prompt_file_is_cut_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever lies before the last tokens is not read: the same text as from the end alone."""
+    texts = []
+    for repeats in (600, 3000):
+        (tmp_path / "long").write_text("x = 1\n" * repeats + "import os\n")
+        assert main(["demo", "--json", "--max-new-tokens", "6", "--prompt-file", str(tmp_path / "long")]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    assert texts[0] == texts[1]
+
+
+def test_an_implementation_that_cannot_serve_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with forced("triton"):
+        assert main(["demo", "--json", "--max-new-tokens", "4"]) == 2
+    assert "pre_project: MTP_FORCE_IMPL=triton: " in capsys.readouterr().err
+
+
+def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mtp_kernels.demo.run", interrupted)
+    assert main(["demo"]) == 130
+
+
+def test_nothing_drafted_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--max-new-tokens", "1"]) == 0
+    assert "no round drafted" in capsys.readouterr().out
 
 
 def test_empty_prompt_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import mtp_kernels
 from mtp_kernels.ops import OPS
 
 # Compiled, or there only with an optional package, or a command.
-SKIPPED = ("mtp_kernels._host", "mtp_kernels.triton_ops.", "mtp_kernels.bench.", "mtp_kernels.__main__")
+SKIPPED = ("mtp_kernels._host", "mtp_kernels.triton_ops.", "mtp_kernels.bench.")
 
 
 def modules() -> list[str]:

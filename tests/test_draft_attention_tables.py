@@ -255,7 +255,7 @@ def test_swapped_tables_change_the_result(device: str, implementation: str) -> N
 @each_implementation
 @pytest.mark.parametrize("window_left", [-1, 6])
 def test_a_batch_equals_each_request_alone(device: str, implementation: str, window_left: int) -> None:
-    """Neighbours, order, table width and the other rows change nothing: kernels give the same bits (DESIGN 7)."""
+    """Neighbours, order, table width and the other rows change nothing: kernels give the same bits."""
     lengths = [13, 0, 7, 22]
     extra = options(4, 3, device=device)
     args, kwargs = problem(lengths, rows=3, window_left=window_left, device=device, **extra)

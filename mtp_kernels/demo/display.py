@@ -79,6 +79,9 @@ class Marked:
 def summary_table(summary: Summary, extra: dict[str, str]) -> Table:
     """The figures of a run, one a row."""
     table = Table(title="drafting", show_header=False)
+    if not summary.rounds:
+        table.add_row("tokens a round", "no round drafted")
+        return table
     table.add_row("tokens a round", f"{summary.tokens_per_round:.2f} ({summary.tokens} in {summary.rounds} rounds)")
     for depth, share in enumerate(summary.accepted_per_position, start=1):
         table.add_row(f"accepted at position {depth}", f"{share:.0%} of rounds")
@@ -91,7 +94,7 @@ def summary_table(summary: Summary, extra: dict[str, str]) -> Table:
 
 
 def _seconds(total: float, rounds: int) -> str:
-    return f"{total:.2f} s" + (f" ({1e3 * total / rounds:.1f} ms a round)" if rounds else "")
+    return f"{total:.2f} s ({1e3 * total / rounds:.1f} ms a round)"
 
 
 def show_prompt(console: Console, prompt: str, lines: int = 6) -> None:

@@ -62,7 +62,7 @@ def load_pair(directory: Path, head: str, device: str = "cpu", dtype: torch.dtyp
         from tokenizers import Tokenizer
         from transformers import Gemma4ForCausalLM
     except ImportError as error:
-        raise DemoError(f"the demo runs a transformers model: pip install 'mtp-kernels[hf]' ({error})") from error
+        raise DemoError(f"the demo runs on transformers: pip install transformers safetensors ({error})") from error
     for part in ("target", f"assistant-{head}", "tokenizer.json", "pair.json"):
         if not (directory / part).exists():
             raise DemoError(f"{directory} is not a pair: {part} is missing")

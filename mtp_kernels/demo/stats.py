@@ -47,6 +47,6 @@ def summarize(rounds: Sequence[Round], depth: int) -> Summary:
         tokens_per_round=tokens / count if count else 0.0,
         accepted_per_position=[n / count if count else 0.0 for n in reached],
         prefill_seconds=sum(r.verify_seconds for r in rounds if not r.num_drafted),
-        draft_seconds=sum(r.draft_seconds for r in drafting),
-        verify_seconds=sum(r.verify_seconds for r in drafting),
+        draft_seconds=sum((r.draft_seconds for r in drafting), 0.0),
+        verify_seconds=sum((r.verify_seconds for r in drafting), 0.0),
     )

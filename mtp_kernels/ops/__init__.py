@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._checks import ArgumentError
+from ._checks import ArgumentError, ImplementationError
 from ._registry import OPS
 from .centroid_logits import centroid_logits
 from .centroid_topk import centroid_topk
@@ -23,6 +23,7 @@ from .verify_sample import verify_sample
 __all__ = [
     "OPS",
     "ArgumentError",
+    "ImplementationError",
     "centroid_logits",
     "centroid_topk",
     "commit",

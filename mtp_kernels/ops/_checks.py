@@ -23,6 +23,10 @@ class ArgumentError(ValueError):
     """
 
 
+class ImplementationError(RuntimeError):
+    """The implementation that MTP_FORCE_IMPL names does not serve a call; the message says why."""
+
+
 def fail(op: str, name: str, expected: object, got: object, why: str = "") -> None:
     """Raise the error of argument `name`: `op: name: expected E, got G (why)`."""
     raise ArgumentError(f"{op}: {name}: expected {expected}, got {got}" + (f" ({why})" if why else ""))

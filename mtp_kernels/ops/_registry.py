@@ -1,6 +1,6 @@
 """How an op comes to be: schema, checks, fake, `.out` overload, reference, and the chooser between kernels.
 
-An op's file calls `register` once with its schema (DESIGN 3) and four plain functions of the same arguments:
+An op's file calls `register` once with its schema and four plain functions of the same arguments:
 
 - `check` raises ArgumentError on a wrong argument (sizes, dtypes, devices: host work only),
 - `outputs` gives the (shape, dtype) of every result; the fake kernel and the `.out` overload follow from it,
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .. import _native
-from ._checks import ArgumentError, check_device, check_dtype, check_shape, fail
+from ._checks import ArgumentError, ImplementationError, check_device, check_dtype, check_shape, fail
 from ._contents import debug_enabled
 from ._overlap import overlaps
 
@@ -113,13 +113,13 @@ def cpp_kernel(name: str, serves: Callable[..., str] | None = None) -> Kernel:
 def choose(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Callable[..., Any]]:
     """The implementation that serves these arguments, by name and callable.
 
-    MTP_FORCE_IMPL names one that must serve them: where it cannot, RuntimeError says why.
+    MTP_FORCE_IMPL names one that must serve them: where it cannot, ImplementationError says why.
     """
     forced = os.environ.get("MTP_FORCE_IMPL")
     if forced == "reference":
         return "reference", op.reference
     if forced and forced not in IMPLEMENTATIONS:
-        raise RuntimeError(f"{op.name}: MTP_FORCE_IMPL={forced}: expected one of {', '.join(IMPLEMENTATIONS)}")
+        raise ImplementationError(f"{op.name}: MTP_FORCE_IMPL={forced}: expected one of {', '.join(IMPLEMENTATIONS)}")
     device = _device(args, kwargs).type
     why = f"this op has no {forced} kernel"
     for kernel in op.kernels:
@@ -133,7 +133,7 @@ def choose(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, 
         if not why:
             return kernel.implementation, function  # type: ignore[return-value]
     if forced:
-        raise RuntimeError(f"{op.name}: MTP_FORCE_IMPL={forced}: {why}")
+        raise ImplementationError(f"{op.name}: MTP_FORCE_IMPL={forced}: {why}")
     return "reference", op.reference
 
 

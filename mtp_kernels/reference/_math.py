@@ -34,9 +34,13 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def rank_descending(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of the last dimension and their indices; NaN counts as -inf, the lowest index wins a tie."""
-    values = torch.nan_to_num(values, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    order = torch.sort(values, dim=-1, descending=True, stable=True)
+    order = torch.sort(no_nan(values), dim=-1, descending=True, stable=True)
     return order.values[..., :k], order.indices[..., :k]
+
+
+def no_nan(values: Tensor) -> Tensor:
+    """NaN becomes -inf, everything else stays."""
+    return torch.nan_to_num(values, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
 @contextmanager

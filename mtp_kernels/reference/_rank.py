@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._math import rank_descending
+from ._math import no_nan, rank_descending
 
 
 def topk_logprobs(logits: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,8 +38,3 @@ def to_logprobs(logits: Tensor, total: Tensor) -> Tensor:
     """
     logprobs = (logits - total.unsqueeze(-1)).clamp(max=0)
     return logprobs.masked_fill(logits == torch.inf, 0.0).masked_fill(logits == -torch.inf, -torch.inf)
-
-
-def no_nan(values: Tensor) -> Tensor:
-    """NaN becomes -inf, everything else stays."""
-    return torch.nan_to_num(values, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._math import accumulate
+from ._math import accumulate, no_nan
 from ._philox import gumbel_noise
-from ._rank import no_nan, to_logprobs
+from ._rank import to_logprobs
 
 NO_ID = torch.iinfo(torch.int64).max
 

@@ -93,7 +93,7 @@ def opened(file: Path) -> Iterator[Any]:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
-        raise ImportError(f"reading a checkpoint needs safetensors: pip install 'mtp-kernels[hf]' ({error})") from error
+        raise ImportError(f"reading a checkpoint needs safetensors: pip install safetensors ({error})") from error
     if not file.is_file():
         refuse(file, "no such file")
     try:

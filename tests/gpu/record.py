@@ -41,7 +41,7 @@ def main() -> int:
     code = int(pytest.main(["-q", *rest], plugins=[counter]))
     record = {
         "commit": args.commit,
-        "command": " ".join(["pytest", *rest]),
+        "command": " ".join(["python", "tests/gpu/record.py", *sys.argv[1:]]),
         "exit_code": code,
         "python": platform.python_version(),
         "torch": torch.__version__,
