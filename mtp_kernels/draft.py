@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .kv_view import KVView
-from .ops._checks import check_device, check_index, check_range, check_shape, fail, require
+from .ops._checks import check_device, check_index, check_range, check_shape, fail
 from .weights import AssistantWeights, LayerWeights
 
 ops = torch.ops.mtp
@@ -256,9 +256,10 @@ def _check(
     check_shape("draft", "seed_ids", seed_ids, (None,))
     check_index("draft", "seed_ids", seed_ids)
     batch = seed_ids.size(0)
-    why = f"batch of seed_ids is {batch}, the target's hidden size is {weights.backbone}"
+    # No message is formatted before it is needed: that would fix the batch size in a compiled draft.
+    why = "the batch of seed_ids, the target's hidden size"
     check_shape("draft", "seed_state", seed_state, (batch, weights.backbone), why)
-    check_shape("draft", "positions", positions, (batch,), f"batch of seed_ids is {batch}")
+    check_shape("draft", "positions", positions, (batch,), "the batch of seed_ids")
     check_index("draft", "positions", positions)
     check_range("draft", "num_steps", num_steps, 1)
     check_range("draft", "topk", topk, 1, weights.num_candidates, "the head's candidates")
@@ -266,7 +267,7 @@ def _check(
         candidates = topk + (num_steps - 1) * topk**2
         check_range("draft", "num_draft_tokens", num_draft_tokens, 1, candidates + 1, "root and candidates")
     if root_positions is not None:
-        check_shape("draft", "root_positions", root_positions, (batch,), f"batch of seed_ids is {batch}")
+        check_shape("draft", "root_positions", root_positions, (batch,), "the batch of seed_ids")
         check_index("draft", "root_positions", root_positions)
     elif topk > 1:
         fail("draft", "root_positions", "a tensor for topk > 1", None, "a tree's nodes have positions of the target")
@@ -283,10 +284,10 @@ def _check_view(layer: LayerWeights, kv: Mapping[str, KVView], batch: int, weigh
     if layer.layer_type not in kv:
         fail("draft", name, "a KVView for each layer type of the assistant", f"views for {sorted(kv)}")
     view = kv[layer.layer_type]
-    require(view.batch == batch, "draft", name, f"{batch} requests", view.batch, f"batch of seed_ids is {batch}")
-    require(view.head_dim == layer.head_dim, "draft", name, f"head_dim {layer.head_dim}", view.head_dim)
-    require(
-        layer.num_qo_heads % view.num_kv_heads == 0, "draft", name,
-        f"a number of KV heads that divides {layer.num_qo_heads}", view.num_kv_heads,
-    )
+    if view.batch != batch:
+        fail("draft", name, f"{batch} requests", view.batch, "the batch of seed_ids")
+    if view.head_dim != layer.head_dim:
+        fail("draft", name, f"head_dim {layer.head_dim}", view.head_dim)
+    if layer.num_qo_heads % view.num_kv_heads != 0:
+        fail("draft", name, f"a number of KV heads that divides {layer.num_qo_heads}", view.num_kv_heads)
     check_device("draft", weights.device, "weights", **{name: view.k_cache})

@@ -185,6 +185,32 @@ def check_compiled_chain(backend: str) -> None:
         assert_same_bits(one, two)
 
 
+@pytest.mark.parametrize("topk", [1, 2])
+def test_one_compiled_draft_serves_every_batch(topk: int) -> None:
+    """More batch sizes than dynamo recompiles for: a size fixed anywhere would be an error."""
+    weights = synthetic()
+    torch._dynamo.reset()
+
+    def ids_of(kv: dict[str, KVView], ids: Tensor, state: Tensor, positions: Tensor) -> Tensor:
+        return draft(weights, kv, ids, state, positions, 1, topk, None, positions).draft_ids
+
+    compiled = torch.compile(ids_of, dynamic=True, fullgraph=True, backend="aot_eager")
+    for batch in range(2, 13):
+        ids, state = seeds(weights, batch)
+        inputs = (views(weights, [11] * batch), ids, state, torch.full((batch,), 11))
+        assert_same_bits(compiled(*inputs), ids_of(*inputs))
+
+
+@pytest.mark.parametrize("head", ["centroid", "dense"])
+def test_autocast_changes_nothing(head: str) -> None:
+    weights = synthetic(head)
+    plain = run(weights, [9, 3], num_steps=2, topk=2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = run(weights, [9, 3], num_steps=2, topk=2)
+    for one, two in zip(plain, cast):
+        assert_same_bits(one, two)
+
+
 def test_errors_name_the_argument() -> None:
     weights = synthetic()
     lengths = [6, 6]
@@ -193,9 +219,9 @@ def test_errors_name_the_argument() -> None:
     positions = torch.tensor(lengths)
     width = weights.backbone
     cases: list[tuple[str, dict[str, Any]]] = [
-        (f"draft: seed_state: expected [2, {width}], got [2, {width - 1}] (batch of seed_ids is 2, the target's hidden "
-         f"size is {width})", {"seed_state": state[:, :-1]}),
-        ("draft: positions: expected [2], got [1] (batch of seed_ids is 2)", {"positions": positions[:1]}),
+        (f"draft: seed_state: expected [2, {width}], got [2, {width - 1}] (the batch of seed_ids, the target's hidden "
+         "size)", {"seed_state": state[:, :-1]}),
+        ("draft: positions: expected [2], got [1] (the batch of seed_ids)", {"positions": positions[:1]}),
         ("draft: positions: expected int32 or int64, got float32", {"positions": positions.float()}),
         ("draft: seed_ids: expected [*], got [2, 1]", {"seed_ids": ids[:, None]}),
         ("draft: num_steps: expected at least 1, got 0", {"num_steps": 0}),
@@ -207,7 +233,7 @@ def test_errors_name_the_argument() -> None:
          "['sliding_attention']", {"kv": {"sliding_attention": kv["sliding_attention"]}}),
         ("draft: kv['full_attention']: expected head_dim 128, got 64",
          {"kv": {**kv, "full_attention": kv["sliding_attention"]}}),
-        ("draft: kv['sliding_attention']: expected 2 requests, got 1 (batch of seed_ids is 2)",
+        ("draft: kv['sliding_attention']: expected 2 requests, got 1 (the batch of seed_ids)",
          {"kv": {**kv, "sliding_attention": views(weights, [6])["sliding_attention"]}}),
     ]
     good: dict[str, Any] = {"kv": kv, "seed_ids": ids, "seed_state": state, "positions": positions}

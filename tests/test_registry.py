@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import assert_same_bits, call, environment, forced, served_by
+from harness import assert_same_bits, call, debug, environment, forced, served_by
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -459,3 +459,34 @@ def test_rank_descending_is_the_plain_rule(values: list[float], dtype: torch.dty
     got = _math.rank_descending(torch.tensor(values, dtype=dtype), len(values))
     assert got[1].tolist() == order
     assert got[0].tolist() == [keys[i] for i in order]
+
+
+def test_an_output_that_overlaps_itself_is_refused() -> None:
+    args = (-torch.rand(1, 1, 2), torch.zeros(1, 1, 2, dtype=torch.int64), 0)
+    outs = dict(zip(OPS["tree_expand"].out_names, (torch.full_like(t, 99) for t in call("tree_expand", *args))))
+    outs["out_row_index"] = torch.full((1, 1), 99).expand(1, 2)
+    with pytest.raises(ArgumentError) as error:
+        torch.ops.mtp.tree_expand.out(*args, **outs)
+    assert str(error.value) == (
+        "tree_expand: out_row_index: expected an element of its own for each result, got strides [1, 0]"
+    )
+    assert all((t == 99).all() for t in outs.values())  # nothing was written
+
+
+def test_debug_bounds_beyond_int32() -> None:
+    cache = torch.randn(1, 4, 1, 64)
+    args = (torch.randn(1, 1, 2, 64), cache, cache, torch.zeros(1, 1, dtype=torch.int32))
+    with debug():
+        call("draft_attention", *args, torch.tensor([3], dtype=torch.int32), 1.0, max_seq_len=2**31)
+
+
+def test_full_precision_keeps_inheritance(precision: None) -> None:
+    """A setting that came from the process's general one still follows it afterwards."""
+    for backend in MATMULS:
+        backend.fp32_precision = "none"
+    torch.backends.fp32_precision = "tf32"
+    with _math.full_precision():
+        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    torch.backends.fp32_precision = "ieee"
+    assert torch.backends.cuda.matmul.fp32_precision == "ieee"

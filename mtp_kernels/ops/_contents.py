@@ -25,7 +25,8 @@ def check_contents_range(op: str, name: str, tensor: Tensor | None, low: int, hi
     """Every element of the integer `tensor` (every one where `where` is true) lies in low..high."""
     if tensor is None:
         return
-    bad = (tensor < low) | (tensor > high)
+    values = tensor.long()  # a bound may not fit in int32
+    bad = (values < low) | (values > high)
     if where is not None:
         bad = bad & where
     _report_first(op, name, tensor, bad, f"{low} to {high}", why)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .. import _native
-from ._checks import ArgumentError, ImplementationError, check_device, check_dtype, check_shape, fail
+from ._checks import ArgumentError, ImplementationError, check_device, check_dtype, check_shape, fail, show_shape
 from ._contents import debug_enabled
 from ._overlap import overlaps
 
@@ -141,12 +141,18 @@ def _choose_and_run(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     op.check(*args, **kwargs)
     if op.contents is not None and debug_enabled(_first_tensor(args, kwargs)):
         op.contents(*args, **kwargs)
-    return _contiguous(choose(op, args, kwargs)[1](*args, **kwargs))
+    return _run(choose(op, args, kwargs)[1], args, kwargs)
 
 
 def _run_reference(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     op.check(*args, **kwargs)
-    return _contiguous(op.reference(*args, **kwargs))
+    return _run(op.reference, args, kwargs)
+
+
+def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an implementation with autocast off: it would lower the products inside, and the dtypes that come out."""
+    with torch._C._DisableAutocast():
+        return _contiguous(function(*args, **kwargs))
 
 
 def _contiguous(results: Any) -> Any:
@@ -187,6 +193,8 @@ def _check_out(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
         check_shape(op.name, name, out, tuple(shape))
         check_dtype(op.name, name, out, (dtype,))
         check_device(op.name, device, "the input", **{name: out})
+        if any(n > 1 and stride == 0 for n, stride in zip(out.shape, out.stride())):
+            fail(op.name, name, "an element of its own for each result", f"strides {show_shape(out.stride())}")
     names = list(outs)
     for i, name in enumerate(names):
         for other in names[:i]:

@@ -60,4 +60,6 @@ def full_precision() -> Iterator[None]:
         yield
     finally:
         for backend, precision in lowered:
-            backend.fp32_precision = precision
+            backend.fp32_precision = "none"  # inherit; set only what was not inherited, so that inheritance goes on
+            if backend.fp32_precision != precision:
+                backend.fp32_precision = precision

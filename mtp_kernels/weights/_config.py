@@ -26,7 +26,7 @@ class AttentionConfig:
 
         Frequencies of a "proportional" RoPE are spaced as if all pairs turned, and only the first few do.
         """
-        exponent = torch.arange(0, 2 * self.num_pairs, 2, dtype=torch.float32) / self.head_dim
+        exponent = torch.arange(0, 2 * self.num_pairs, 2, dtype=torch.float32, device="cpu") / self.head_dim
         return ((1.0 / self.rope_theta**exponent) / self.rope_factor).to(device)
 
 
