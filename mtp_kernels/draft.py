@@ -101,6 +101,11 @@ def draft(
     )
 
 
+def num_candidates(num_steps: int, topk: int) -> int:
+    """Candidates of a round: topk in the first step, topk for each of topk frontier rows in the others."""
+    return topk + (num_steps - 1) * topk**2
+
+
 def draft_step(
     weights: AssistantWeights,
     kv: Mapping[str, KVView],
@@ -264,8 +269,8 @@ def _check(
     check_range("draft", "num_steps", num_steps, 1)
     check_range("draft", "topk", topk, 1, weights.num_candidates, "the head's candidates")
     if num_draft_tokens is not None:
-        candidates = topk + (num_steps - 1) * topk**2
-        check_range("draft", "num_draft_tokens", num_draft_tokens, 1, candidates + 1, "root and candidates")
+        most = num_candidates(num_steps, topk) + 1
+        check_range("draft", "num_draft_tokens", num_draft_tokens, 1, most, "root and candidates")
     if root_positions is not None:
         check_shape("draft", "root_positions", root_positions, (batch,), "the batch of seed_ids")
         check_index("draft", "root_positions", root_positions)

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..draft import num_candidates
 from ..integrations.greedy import Round, decode_greedy, greedy_reference
 from .pair import HEADS, DemoError, Pair, load_pair, pair_directory
 from .stats import Summary, summarize
 
 PROMPT_TOKENS = 200
 MOST_PROMPT_TOKENS = 1024  # of a prompt file: the target's masks are dense, so a whole book would not end
-
-
 PROMPT_HELP = f"UTF-8 text to continue, its last {MOST_PROMPT_TOKENS} tokens (default: a held-out module)"
 
 
@@ -61,7 +60,7 @@ def _load(args: argparse.Namespace) -> tuple[Pair, Tensor]:
     for name, low in (("steps", 1), ("topk", 1), ("max_new_tokens", 1)):
         if getattr(args, name) < low:
             raise DemoError(f"--{name.replace('_', '-')}: expected at least {low}, got {getattr(args, name)}")
-    most = args.topk + (args.steps - 1) * args.topk**2 + 1
+    most = num_candidates(args.steps, args.topk) + 1
     if args.nodes is not None and not 2 <= args.nodes <= most:
         raise DemoError(f"--nodes: expected 2 to {most} (root and candidates), got {args.nodes}")
     _check_device(args.device)
@@ -101,9 +100,8 @@ def _require_rich() -> None:
 
 
 def _nodes(args: argparse.Namespace) -> int | None:
-    candidates = args.topk + (args.steps - 1) * args.topk**2
-    if args.nodes is None:
-        return None if args.topk == 1 else min(16, candidates + 1)
+    if args.nodes is None and args.topk > 1:
+        return min(16, num_candidates(args.steps, args.topk) + 1)
     return args.nodes
 
 
@@ -140,13 +138,12 @@ def _check_against_greedy(pair: Pair, prompt: Tensor, ids: list[int], max_new_to
 def _as_json(
     pair: Pair, summary: Summary, ids: list[int], check: dict[str, Any], args: argparse.Namespace
 ) -> dict[str, Any]:
-    times = summary.as_dict().pop("times")
+    figures = summary.as_dict()
     if "greedy_seconds" in check:
-        times["greedy_seconds"] = check["greedy_seconds"]
+        figures["times"]["greedy_seconds"] = check["greedy_seconds"]
     return {
-        **summary.as_dict(),
+        **figures,
         "text": pair.decode(ids),
-        "times": times,
         "head": args.head,
         "steps": args.steps,
         "topk": args.topk,

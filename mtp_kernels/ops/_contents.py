@@ -29,7 +29,7 @@ def check_contents_range(op: str, name: str, tensor: Tensor | None, low: int, hi
     bad = (values < low) | (values > high)
     if where is not None:
         bad = bad & where
-    _report_first(op, name, tensor, bad, f"{low} to {high}", why)
+    check_contents(op, name, tensor, bad, f"{low} to {high}", why)
 
 
 def check_contents_finite(op: str, **tensors: Tensor | None) -> None:
@@ -37,15 +37,11 @@ def check_contents_finite(op: str, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None:
             values = tensor.float() if tensor.dtype.itemsize == 1 else tensor
-            _report_first(op, name, tensor, ~torch.isfinite(values), "a finite value", "")
+            check_contents(op, name, tensor, ~torch.isfinite(values), "a finite value")
 
 
 def check_contents(op: str, name: str, tensor: Tensor, bad: Tensor, expected: str, why: str = "") -> None:
     """No element of `tensor` is marked in the mask `bad`."""
-    _report_first(op, name, tensor, bad, expected, why)
-
-
-def _report_first(op: str, name: str, tensor: Tensor, bad: Tensor, expected: str, why: str) -> None:
     if not bool(bad.any()):
         return
     index = torch.nonzero(bad)[0].tolist()

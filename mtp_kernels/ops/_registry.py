@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .. import _native
-from ._checks import ArgumentError, ImplementationError, check_device, check_dtype, check_shape, fail, show_shape
+from ._checks import ImplementationError, check_device, check_dtype, check_shape, fail, show_shape
 from ._contents import debug_enabled
 from ._overlap import overlaps
 
@@ -168,12 +168,13 @@ def _fake(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _run_out(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    outs = _check_out(op, args, kwargs)
+    outs, inputs = _check_out(op, args, kwargs)
+    taken = _named_tensors(op, args, inputs)
     for name, out in outs.items():
-        for argument, tensor in _named_tensors(op, args, kwargs):
+        for other, tensor in taken:
             if overlaps(out, tensor):
-                raise ArgumentError(f"{op.name}: {name}: expected storage of its own, got memory of {argument}")
-    inputs = {k: v for k, v in kwargs.items() if k not in outs}
+                fail(op.name, name, "storage of its own", f"memory of {other}")
+        taken.append((name, out))
     results = getattr(torch.ops.mtp, op.name).default(*args, **inputs)
     for out, result in zip(outs.values(), (results,) if isinstance(results, Tensor) else results):
         out.copy_(result)
@@ -183,8 +184,10 @@ def _fake_out(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     _check_out(op, args, kwargs)
 
 
-def _check_out(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
-    """The output arguments by name, once they have the shape, dtype and device of the results."""
+def _check_out(
+    op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The outputs by name, once they have the shape, dtype and device of the results; and the other keywords."""
     outs = {name: kwargs[name] for name in op.out_names}
     inputs = {k: v for k, v in kwargs.items() if k not in outs}
     op.check(*args, **inputs)
@@ -195,17 +198,7 @@ def _check_out(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
         check_device(op.name, device, "the input", **{name: out})
         if any(n > 1 and stride == 0 for n, stride in zip(out.shape, out.stride())):
             fail(op.name, name, "an element of its own for each result", f"strides {show_shape(out.stride())}")
-    names = list(outs)
-    for i, name in enumerate(names):
-        for other in names[:i]:
-            if out_is_real(outs[name]) and overlaps(outs[name], outs[other]):
-                fail(op.name, name, "storage of its own", f"memory of {other}")
-    return outs
-
-
-def out_is_real(tensor: Tensor) -> bool:
-    """The tensor has memory whose address can be asked for (a fake or meta tensor has none)."""
-    return tensor.device.type != "meta" and type(tensor) in (Tensor, torch.nn.Parameter)
+    return outs, inputs
 
 
 def _specs(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Spec, ...]:
@@ -227,7 +220,7 @@ def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
 def _named_tensors(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
     """The input tensors with the names that the schema gives them."""
     names = [a.name for a in getattr(torch.ops.mtp, op.name).default._schema.arguments]
-    bound = {**dict(zip(names, args)), **{k: v for k, v in kwargs.items() if k not in op.out_names}}
+    bound = {**dict(zip(names, args)), **kwargs}
     return [(name, value) for name, value in bound.items() if isinstance(value, Tensor)]
 
 
