@@ -191,16 +191,24 @@ def _torch_of(python: str) -> str:
     return done.stdout.strip()
 
 
-def packages() -> list[str]:
-    """mtp_kernels with its subpackages, and the folders beside it that install under its name."""
-    inside = ROOT / "mtp_kernels"
-    own = [p.parent.relative_to(ROOT).as_posix().replace("/", ".") for p in sorted(inside.rglob("__init__.py"))]
-    return own + [name for name, folder in FOLDERS.items() if (ROOT / folder).is_dir()]
+def packages() -> dict[str, str]:
+    """mtp_kernels and the folders beside it that install under its name, with their subpackages; and where each is."""
+    found = subpackages("mtp_kernels", "mtp_kernels")
+    for name, folder in FOLDERS.items():
+        if (ROOT / folder).is_dir():
+            found |= {name: folder} | subpackages(name, folder)  # the pair is data alone
+    return found
+
+
+def subpackages(name: str, folder: str) -> dict[str, str]:
+    """Every package in `folder`, itself included: its installed name and where it is."""
+    inside = [p.parent.relative_to(ROOT / folder) for p in sorted((ROOT / folder).rglob("__init__.py"))]
+    return {".".join((name, *path.parts)): (Path(folder) / path).as_posix() for path in inside}
 
 
 setup(
-    packages=packages(),
-    package_dir={"mtp_kernels": "mtp_kernels", **{n: f for n, f in FOLDERS.items() if (ROOT / f).is_dir()}},
+    packages=list(packages()),
+    package_dir=packages(),
     package_data={
         "mtp_kernels": ["py.typed", "*.pyi"],
         "mtp_kernels.pair": ["*.json", "*.md", "*/*.json", "*/*.safetensors", "*/*.md"],

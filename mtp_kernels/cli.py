@@ -1,4 +1,4 @@
-"""The command `mtp-kernels`: demo and report."""
+"""The command `mtp-kernels`: demo, bench and report."""
 
 from __future__ import annotations
 
@@ -22,15 +22,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     from . import demo as demo_package
 
     demo_package.add_arguments(demo)
+    from . import bench as bench_package
+
+    bench = commands.add_parser("bench", help="measure ops, steps and rounds beside their floors and peers")
+    bench_package.add_arguments(bench)
     listing = commands.add_parser("report", help="which implementation serves each op on this machine, and why")
     listing.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     if args.command == "report":
         return _report(args.json)
     try:
-        return demo_package.run(args)
-    except (demo_package.DemoError, ArgumentError, ImplementationError) as error:
-        print(f"mtp-kernels demo: {error}", file=sys.stderr)
+        return demo_package.run(args) if args.command == "demo" else bench_package.run(args)
+    except (demo_package.DemoError, bench_package.BenchError, ArgumentError, ImplementationError) as error:
+        print(f"mtp-kernels {args.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

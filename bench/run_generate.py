@@ -1,0 +1,101 @@
+"""The level generate: the trained example pair decodes a held-out prompt, with drafting and without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..demo.pair import Pair, load_pair, pair_directory
+from ..demo.stats import summarize
+from ..integrations.greedy import decode_greedy, greedy_reference
+from .case import Candidate, Case
+from .checks import Verdict
+from .setting import Setting
+
+PROMPT_TOKENS, NEW_TOKENS, NODES = 200, 96, 16
+
+
+@dataclass(frozen=True)
+class GenerateInputs:
+    pair: Pair
+    prompt: Tensor
+
+
+class GenerateProblem:
+    """One held-out prompt; the right result is the target's own greedy continuation, token for token."""
+
+    bytes = flops = 0  # the target's work is not this library's
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self.case, self.device = case, device
+        pair = load_pair(pair_directory(), "centroid", str(device), case.torch_dtype)
+        prompt = pair.held_out_prompt(pair.held_out[0], PROMPT_TOKENS)
+        self.inputs = GenerateInputs(pair, prompt)
+        self.sets = [self.inputs]
+        self.expected = greedy_reference(pair.model, prompt, NEW_TOKENS)
+
+    def check(self, number: int, results: tuple[Any, ...]) -> Verdict:
+        ids = results[0].tolist()
+        if ids == self.expected:
+            return Verdict()
+        place = next((i for i, (a, b) in enumerate(zip(ids, self.expected)) if a != b), min(len(ids), NEW_TOKENS))
+        return Verdict(why=f"token {place} differs from the target's own greedy decoding")
+
+
+def candidates(case: Case, problem: GenerateProblem, setting: Setting) -> list[Candidate]:
+    """Drafting with chains and trees, the target alone, and transformers' own assisted generation."""
+    found = [Candidate("mtp", _drafting(case.topk), _ids, capturable=False)]
+    if case.topk == 1:
+        found.append(Candidate("target alone", _alone, _ids, capturable=False))
+        if setting.peers.present("transformers"):
+            found.append(Candidate("transformers", _assisted, _ids, capturable=False))
+    return found
+
+
+def tokens_per_round(case: Case, one: GenerateInputs) -> float:
+    return summarize(list(_rounds(case.topk, one)), case.num_steps).tokens_per_round
+
+
+def _drafting(topk: int) -> Callable[[GenerateInputs], Callable[[], Any]]:
+    def bind(one: GenerateInputs) -> Callable[[], Any]:
+        return lambda: [token for r in _rounds(topk, one) for token in r.token_ids]
+
+    return bind
+
+
+def _rounds(topk: int, one: GenerateInputs) -> Any:
+    nodes = None if topk == 1 else NODES
+    return decode_greedy(
+        one.pair.model, one.pair.weights, one.prompt, NEW_TOKENS, topk=topk, num_draft_tokens=nodes
+    )
+
+
+def _alone(one: GenerateInputs) -> Callable[[], Any]:
+    return lambda: greedy_reference(one.pair.model, one.prompt, NEW_TOKENS)
+
+
+def _assisted(one: GenerateInputs) -> Callable[[], Any]:
+    from transformers import Gemma4AssistantForCausalLM
+
+    folder = pair_directory() / "assistant-centroid"
+    model = one.pair.model
+    assistant: Any = Gemma4AssistantForCausalLM.from_pretrained(folder, dtype=model.dtype, local_files_only=True)
+    assistant = assistant.to(model.device).eval()
+
+    def run() -> list[int]:
+        prompt = one.prompt[None]
+        out = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), assistant_model=assistant, max_new_tokens=NEW_TOKENS,
+            do_sample=False, eos_token_id=None, pad_token_id=0,
+        )
+        return out[0, prompt.size(1) :].tolist()
+
+    return run
+
+
+def _ids(raw: list[int]) -> tuple[Tensor | None, ...]:
+    return (torch.tensor(raw),)

@@ -1,0 +1,267 @@
+"""The levels step (a chain of draft steps, by the step) and round (all of draft()): ours beside what engines run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..draft import DraftTree, draft, draft_step, num_candidates
+from ..kv_view import KVView
+from ..ops import OPS
+from ..ops._registry import choose
+from ..weights import AssistantWeights
+from ..weights._config import SLIDING
+from . import plain
+from .case import Candidate, Case, Unsupported
+from .checks import Verdict
+from .inputs import Inputs, config_of, nbytes, take_pages
+from .oracle import check_round, check_steps
+from .setting import Setting
+
+LIB = torch.library.Library("mtp_bench", "FRAGMENT")
+LIB.define("attend(Tensor q, int layer) -> Tensor")
+LIB.impl("attend", lambda q, layer: ATTENDS[layer](q), "CompositeExplicitAutograd")
+torch.library.register_fake("mtp_bench::attend", lambda q, layer: torch.empty_like(q), lib=LIB)
+ATTENDS: dict[int, plain.Attend] = {}  # what the compiled step's attention is at the moment, by layer
+
+NODES = 16  # of a tree
+DENSE_KEYS = 8192  # keys of a batch that transformers' copy of the cache may hold
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """One seed a request, and the target's frozen KV."""
+
+    weights: AssistantWeights
+    kv: dict[str, KVView]
+    seed_ids: Tensor  # [batch]
+    state: Tensor  # [batch, backbone]
+    positions: Tensor  # [batch]
+
+
+class StepProblem:
+    """Inputs of a case of these levels, and what a right result is. Weights stay the same from call to call, as in
+    serving: a small model's stay in the cache."""
+
+    def __init__(self, case: Case, device: torch.device, weights: AssistantWeights) -> None:
+        self.case, self.device = case, device
+        inputs = Inputs(device, case.torch_dtype)
+        config = config_of(case.model)
+        kv = {}
+        for layer_type in dict.fromkeys(config.layer_types):
+            heads, dim = config.kv_shape(layer_type)
+            fp8 = case.torch_kv_dtype.itemsize == 1
+            k_std = dim**-0.5  # scores of order 1 under normed queries, as a trained target's are
+            cache = inputs.paged_cache(
+                case.batch, case.context, heads, dim, case.page_size, case.layout, case.torch_kv_dtype,
+                1.0 if fp8 else k_std,
+            )
+            window = config.sliding_window - 1 if layer_type == SLIDING else -1
+            scales = [torch.full((1,), s, device=device) if fp8 else None for s in (k_std, 1.0)]
+            kv[layer_type] = KVView.paged(*cache, window, *scales, case.context)
+        ids = inputs.integers(config.vocab, case.batch)
+        state = inputs.normal(case.batch, config.backbone)
+        self.inputs = StepInputs(weights, kv, ids, state, torch.full_like(ids, case.context - 1))
+        self.sets = [self.inputs]
+        steps = 1 if case.level == "step" else case.num_steps
+        one = step_bytes(weights, kv, case.batch, 1, case.context)
+        many = step_bytes(weights, kv, case.batch, case.topk, case.context)
+        self.bytes = one + (steps - 1) * many
+        self.flops = case.batch * (step_flops(weights, case.context) * (1 + (steps - 1) * case.topk))
+
+    def check(self, number: int, results: Sequence[Any]) -> Verdict:
+        one, case = self.inputs, self.case
+        start = (one.weights, one.kv, one.seed_ids, one.state, one.positions, case.context)
+        if case.level == "step":
+            return check_steps(*start, results[: case.num_steps], results[case.num_steps :])
+        return check_round(*start, DraftTree._make(results), case.num_steps, case.topk)
+
+
+def candidates(case: Case, problem: StepProblem, setting: Setting) -> list[Candidate]:
+    """Who runs the case, ours first."""
+    served = _served(problem.inputs)
+    if case.level == "round":
+        run = _chain_round if case.topk == 1 else _tree_round
+        return [Candidate("mtp", lambda one: lambda: run(one, case), tuple, served)]
+    found = [Candidate("mtp", lambda one: lambda: _our_chain(one, case.num_steps), _flat, served)]
+    found.append(Candidate("pytorch", lambda one: _engine(one, case, plain.step, _gather(case)), _flat))
+    if setting.compile_steps:
+        torch._dynamo.reset()
+        compiled = torch.compile(_opaque_step, fullgraph=True, dynamic=False)
+        makers: dict[str, Any] = {"torch.compile": _gather(case)}
+        makers |= {name: _peer(make, case) for name, make in setting.attention_makers().items()}
+        for name, attends in makers.items():
+            bind = _bind_compiled(case, compiled, attends)
+            found.append(Candidate(name, bind, _flat, "" if name == "torch.compile" else "torch.compile"))
+    if setting.peers.present("transformers"):
+        found.append(Candidate("transformers", _bind_transformers(case, setting), _flat, capturable=False))
+    return found
+
+
+def _our_chain(one: StepInputs, num_steps: int) -> tuple[list[Tensor], list[Tensor]]:
+    ids, state = one.seed_ids.unsqueeze(1), one.state.unsqueeze(1)
+    all_ids, states = [], []
+    for _ in range(num_steps):
+        step = draft_step(one.weights, one.kv, ids, state, one.positions)
+        ids, state = step.token_ids[:, :, 0], step.state
+        all_ids.append(ids[:, 0])
+        states.append(state[:, 0])
+    return all_ids, states
+
+
+def _chain_round(one: StepInputs, case: Case) -> DraftTree:
+    return draft(one.weights, one.kv, one.seed_ids, one.state, one.positions, case.num_steps)
+
+
+def _tree_round(one: StepInputs, case: Case) -> DraftTree:
+    nodes = min(NODES, num_candidates(case.num_steps, case.topk) + 1)
+    start = (one.weights, one.kv, one.seed_ids, one.state, one.positions)
+    return draft(*start, case.num_steps, case.topk, nodes, one.positions)
+
+
+Attends = Callable[[StepInputs], list[plain.Attend]]  # one a layer
+
+
+def _engine(one: StepInputs, case: Case, step: Callable[..., Any], attends: Attends) -> Callable[[], Any]:
+    """A chain of steps that an engine would run: PyTorch around an attention kernel."""
+    kernels = attends(one)
+    rotation = plain.rotations(one.weights, one.positions)
+
+    def run() -> tuple[list[Tensor], list[Tensor]]:
+        ids, state = one.seed_ids.unsqueeze(1), one.state.unsqueeze(1)
+        all_ids, states = [], []
+        for _ in range(case.num_steps):
+            ids, state, _ = step(one.weights, kernels, rotation, ids, state)
+            all_ids.append(ids[:, 0])
+            states.append(state[:, 0])
+        return all_ids, states
+
+    return run
+
+
+def _opaque_step(
+    weights: AssistantWeights, kernels: Sequence[plain.Attend], rotation: Any, ids: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """plain.step with its attention hidden from the compiler, so that one compilation serves every peer's."""
+    opaque = [_layer_attend(layer) for layer in range(len(weights.layers))]
+    return plain.step(weights, opaque, rotation, ids, state)
+
+
+def _layer_attend(layer: int) -> plain.Attend:
+    return lambda q: torch.ops.mtp_bench.attend(q.contiguous(), layer)
+
+
+def _bind_compiled(case: Case, compiled: Callable[..., Any], attends: Attends) -> Callable[[StepInputs], Any]:
+    def step(weights: Any, kernels: Sequence[plain.Attend], rotation: Any, ids: Tensor, state: Tensor) -> Any:
+        ATTENDS.update(enumerate(kernels))
+        return compiled(weights, (), rotation, ids, state)
+
+    return lambda one: _engine(one, case, step, attends)
+
+
+def _gather(case: Case) -> Attends:
+    return lambda one: _by_type(one, lambda view: plain.attention(view, case.context))
+
+
+def _peer(make: Callable[..., plain.Attend], case: Case) -> Attends:
+    def attention(view: KVView, heads: int) -> plain.Attend:
+        call = plain.view_call(view, case.context)
+        *cache, sm_scale = call.args
+        kwargs = {n: float(v) if isinstance(v, Tensor) else v for n, v in call.kwargs.items()}
+        return make(*cache, num_qo_heads=heads, rows=1, sm_scale=sm_scale, **kwargs)
+
+    return lambda one: _by_type(one, lambda view: attention(view, one.weights.layers[0].num_qo_heads))
+
+
+def _by_type(one: StepInputs, make: Callable[[KVView], plain.Attend]) -> list[plain.Attend]:
+    """One attention a layer; layers of a type share theirs, since they read the same cache."""
+    made = {layer_type: make(view) for layer_type, view in one.kv.items()}
+    return [made[layer.layer_type] for layer in one.weights.layers]
+
+
+def _bind_transformers(case: Case, setting: Setting) -> Callable[[StepInputs], Callable[[], Any]]:
+    def bind(one: StepInputs) -> Callable[[], Any]:
+        if case.batch * case.context > DENSE_KEYS:
+            raise Unsupported(f"left out above {DENSE_KEYS} keys: it takes a dense copy of the cache")
+        step = setting.peers.transformers_step(one.weights)
+        dense = {name: _dense(view, case.context) for name, view in one.kv.items()}
+
+        def run() -> tuple[list[Tensor], list[Tensor]]:
+            ids, state = one.seed_ids, one.state
+            all_ids, states = [], []
+            for _ in range(case.num_steps):
+                ids, state = step(ids, state, one.positions, dense)
+                all_ids.append(ids)
+                states.append(state)
+            return all_ids, states
+
+        return run
+
+    return bind
+
+
+def _dense(view: KVView, context: int) -> tuple[Tensor, Tensor]:
+    """[batch, num_kv_heads, visible, head_dim] copies, as transformers keeps a cache."""
+    first = 0 if view.window_left < 0 else max(0, context - view.window_left - 1)
+
+    def copied(cache: Tensor) -> Tensor:
+        pages = take_pages(cache, view.block_table.long())  # [batch, pages, slots, heads, dim]
+        return pages.flatten(1, 2)[:, first:context].transpose(1, 2).contiguous()
+
+    return copied(view.k_cache), copied(view.v_cache)
+
+
+def _flat(raw: tuple[Sequence[Tensor], Sequence[Tensor]]) -> tuple[Tensor, ...]:
+    return (*raw[0], *raw[1])
+
+
+def _served(one: StepInputs) -> str:
+    """What serves the ops of a step: one name, or several joined by +."""
+    x = torch.empty(1, 1, one.weights.hidden, dtype=one.weights.dtype, device=one.weights.device)
+    head = "lm_head_topk" if one.weights.centroids is None else "centroid_topk"
+    layer = one.weights.layers[0]
+    view = one.kv[layer.layer_type]
+    q = x.new_empty(view.batch, 1, layer.num_qo_heads, layer.head_dim)
+    norm = (x, layer.input_norm, one.weights.norm_eps)
+    calls: dict[str, tuple[Any, ...]] = {
+        "norm_linear": (*norm, layer.q_proj),
+        "norm_geglu": (*norm, layer.gate_up),
+        "draft_attention": (q, view.k_cache, view.v_cache, view.block_table, view.seq_lens, 1.0),
+        "lm_head_topk": (x, one.weights.lm_head, 1),
+        "centroid_topk": (x, one.weights.centroids, one.weights.token_ordering, one.weights.lm_head,
+                          one.weights.num_active, 1),
+    }
+    names = {choose(OPS[op], args, {})[0] for op, args in calls.items() if op == head or not op.endswith("topk")}
+    return "+".join(sorted(names))
+
+
+def step_bytes(weights: AssistantWeights, kv: dict[str, KVView], batch: int, rows: int, context: int) -> int:
+    """Weights once, the head rows that are needed, and each layer's visible keys once a request."""
+    config = weights.config
+    skipped = ("embed_weight", "lm_head", "token_ordering")
+    own = sum(nbytes(tensor) for name, tensor in weights.tensors() if name not in skipped)
+    head_rows = min(batch * rows * config.num_candidates, config.vocab)
+    own += head_rows * weights.hidden * weights.lm_head.element_size()
+    keys = 0
+    for layer in weights.layers:
+        view = kv[layer.layer_type]
+        visible = context if view.window_left < 0 else min(context, view.window_left + 1)
+        keys += 2 * visible * view.num_kv_heads * view.head_dim * view.k_cache.element_size()
+    state = 3 * rows * weights.backbone * weights.pre_projection.element_size()  # embedding row, state in and out
+    return own + batch * (keys + state)
+
+
+def step_flops(weights: AssistantWeights, context: int) -> int:
+    """Of one row."""
+    config = weights.config
+    skipped = ("embed_weight", "lm_head")
+    matrices = sum(t.numel() for name, t in weights.tensors() if t.dim() == 2 and name not in skipped)
+    keys = 0
+    for layer in weights.layers:
+        visible = min(context, config.sliding_window) if layer.layer_type == SLIDING else context
+        keys += 2 * visible * layer.num_qo_heads * layer.head_dim
+    return 2 * (matrices + config.num_candidates * weights.hidden + keys)

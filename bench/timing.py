@@ -1,0 +1,127 @@
+"""Times of functions on the same inputs: interleaved, medians, by replays of a CUDA graph or by calls from Python."""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Function = Callable[[], Any]
+PAUSE = 200_000  # clock cycles, about 0.1 ms
+
+
+@dataclass(frozen=True)
+class Times:
+    """Microseconds of one call."""
+
+    us: float  # median
+    p10: float
+    p90: float
+    samples: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Times:
+        ordered = sorted(values)
+        last = len(ordered) - 1
+        return cls(statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)], len(ordered))
+
+
+@dataclass
+class Timed:
+    """A function to time: what a sample runs, and the number of calls in it."""
+
+    run: Function
+    calls: int
+    nodes: int | None = None  # kernels of one call, in a CUDA graph
+    graph: bool = False
+
+
+def eager(functions: Sequence[Function]) -> Timed:
+    """The functions in turn, one a set of inputs."""
+
+    def run() -> None:
+        for function in functions:
+            function()
+
+    return Timed(run, len(functions))
+
+
+def captured(functions: Sequence[Function]) -> tuple[Timed, list[Any]]:
+    """A CUDA graph that runs the functions in turn, and what each returned while it was captured."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        functions[0]()
+        functions[-1]()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        results = [function() for function in functions]
+    nodes = _count_nodes(graph)
+    graph.instantiate()
+    return Timed(graph.replay, len(functions), None if nodes is None else round(nodes / len(functions)), True), results
+
+
+def _count_nodes(graph: Any) -> int | None:
+    """Nodes of a captured graph, by the CUDA runtime that torch has loaded; None where it cannot be asked."""
+    count = ctypes.c_size_t()
+    name = f"libcudart.so.{(torch.version.cuda or '').split('.')[0]}"
+    try:
+        failed = ctypes.CDLL(name).cudaGraphGetNodes(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(count))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else count.value
+
+
+def measure(timed: Sequence[Timed], device: torch.device, samples: int, seconds: float) -> list[Times]:
+    """Median times of one call each. Every round takes one sample of each function, so that drift meets all alike.
+
+    Ends after `samples` rounds, or after `seconds` once there are three.
+    """
+    for one in timed:
+        one.run()
+    values: list[list[float]] = [[] for _ in timed]
+    start = time.perf_counter()
+    for number in range(samples):
+        spent = _replays(timed) if device.type == "cuda" and timed[0].graph else _calls(timed, device)
+        for own, one, us in zip(values, timed, spent):
+            own.append(us / one.calls)
+        if number >= 2 and time.perf_counter() - start > seconds:
+            break
+    return [Times.of(v) for v in values]
+
+
+def _calls(timed: Sequence[Timed], device: torch.device) -> list[float]:
+    """Wall-clock microseconds from the first call to the end of the last one's work."""
+    sync = torch.cuda.synchronize if device.type == "cuda" else _nothing
+    spent = []
+    for one in timed:
+        sync()
+        start = time.perf_counter()
+        one.run()
+        sync()
+        spent.append((time.perf_counter() - start) * 1e6)
+    return spent
+
+
+def _replays(timed: Sequence[Timed]) -> list[float]:
+    """Microseconds between events around each replay, all queued behind a pause so that no launch is waited for."""
+    torch.cuda._sleep(PAUSE)
+    events = []
+    for one in timed:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        one.run()
+        end.record()
+        events.append((start, end))
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) * 1e3 for start, end in events]
+
+
+def _nothing() -> None:
+    pass
