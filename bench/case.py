@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..weights import PRESETS
+
 LEVELS = ("op", "step", "round", "generate")
-MODELS = ("E2B", "E4B", "12B", "26B-A4B", "31B", "pair")
+MODELS = (*PRESETS, "pair")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
 
 
@@ -24,7 +26,7 @@ class Case:
 
     level: str  # of LEVELS
     name: str  # the op; or "step", "chain", "tree", "generate"
-    model: str  # of MODELS, or a preset of mtp_kernels.weights
+    model: str  # of MODELS
     batch: int = 1
     context: int = 1024  # committed keys a request
     rows: int = 1  # queries a request: 1 in a chain, topk in a tree's frontier

@@ -19,7 +19,7 @@ from .case import DTYPES, LEVELS, MODELS, Case
 from .display import Progress, progress
 from .peers import find_peers
 from .record import Record, RecordError, Run, write_lines
-from .runner import run_case
+from .runner import BrokenDevice, run_case
 from .setting import Setting
 
 LAYOUTS, MODES = ("NHD", "HND"), ("graph", "eager")
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         if args.action == "show":
             return _show(Record.load(args.record), args.show_plot, args.show_predict)
         return _measure(args)
-    except (RecordError, ValueError) as error:
+    except (RecordError, BrokenDevice, ValueError) as error:
         raise BenchError(str(error)) from error
 
 

@@ -13,7 +13,6 @@ from ..demo.pair import pair_directory
 from ..weights import PRESETS, AssistantConfig
 from ..weights._parse import parse_config
 
-
 TABLE_ROWS = 4096
 
 

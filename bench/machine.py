@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .timing import Timed, captured, eager, measure
+from .timing import Timed, captured, measure
 
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}
 CPU_CACHE = 32 << 20  # where the system does not say
@@ -129,6 +129,5 @@ def node_us(device: torch.device) -> float | None:
 
 
 def best(function: Callable[[], Any], device: torch.device) -> float:
-    """Median microseconds of one call."""
-    timed: Timed = captured([function])[0] if device.type == "cuda" else eager([function])
-    return measure([timed], device, SAMPLES, 5.0)[0].us
+    """Median microseconds of one call of a function that is a single kernel."""
+    return measure([Timed(function, 1, queued=True)], device, SAMPLES, 5.0)[0].us

@@ -25,6 +25,7 @@ from ..weights import AssistantWeights, LayerWeights
 from . import plain
 from .checks import HeadOracle, Verdict, check_exact, check_floats
 from .inputs import take_pages
+from .ops.draft_attention import naive
 
 AT_ONCE = 8  # requests
 
@@ -37,7 +38,7 @@ class Chain:
     ) -> None:
         self.weights, self.positions = weights, positions
         self.kv = {name: _in_fp64(view) for name, view in kv.items()}
-        self.attends = [plain.attention(kv[layer.layer_type], context) for layer in weights.layers]
+        self.attends = [plain.attention(kv[layer.layer_type], context, naive) for layer in weights.layers]
         self.rotation = plain.rotations(weights, positions)
         self.exact, self.naive = state.double().unsqueeze(1), state.unsqueeze(1)  # [batch, rows, backbone]
 

@@ -72,10 +72,12 @@ def _best(weights: AssistantWeights, normed: Tensor) -> Tensor:
     return ids.gather(-1, logits.argmax(-1, keepdim=True)).squeeze(-1)
 
 
-def attention(view: KVView, context: int) -> Attend:
+def attention(
+    view: KVView, context: int, function: Callable[..., Tensor] = draft_attention.pytorch
+) -> Attend:
     """PyTorch's own attention through the page table; every request has `context` keys."""
     call = view_call(view, context)
-    return lambda q: draft_attention.pytorch(q, *call.args, **call.kwargs)
+    return lambda q: function(q, *call.args, **call.kwargs)
 
 
 def view_call(view: KVView, context: int) -> Call:

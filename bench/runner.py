@@ -18,6 +18,11 @@ from .inputs import Inputs, config_of
 from .setting import Setting
 from .timing import Timed, Times, captured, eager, measure
 
+
+class BrokenDevice(RuntimeError):
+    """A candidate left the device unusable for the rest of the process."""
+
+
 MOST_WHY = 300  # characters of an error in the record
 
 
@@ -73,6 +78,7 @@ def measure_candidates(
             results.append(replace(result, status="unsupported", why=str(why)))
             continue
         except Exception as error:  # a peer's failure is a row of the table, not the end of the run
+            _check_device(setting.device, candidate, base.case, error)
             results.append(replace(result, status="error", why=f"{type(error).__name__}: {error}"[:MOST_WHY]))
             continue
         result = replace(result, error=verdict.error, allowed=verdict.allowed)
@@ -108,7 +114,7 @@ def _measure(timed: Sequence[Timed], setting: Setting) -> list[Times]:
     """Graphs are interleaved with graphs and calls with calls, in the order of `timed`."""
     found: dict[int, Times] = {}
     for graph in (True, False):
-        places = [i for i, one in enumerate(timed) if one.graph == graph]
+        places = [i for i, one in enumerate(timed) if one.queued == graph]
         if places:
             group = [timed[i] for i in places]
             found |= zip(places, measure(group, setting.device, setting.samples, setting.seconds))
@@ -127,6 +133,15 @@ def _extra(problem: Any, candidate: Candidate) -> dict[str, float]:
     if problem.case.level != "generate" or candidate.name != "mtp":
         return {}
     return {"tokens_per_round": run_generate.tokens_per_round(problem.case, problem.inputs)}
+
+
+def _check_device(device: torch.device, candidate: Candidate, case: Case, error: Exception) -> None:
+    """After some errors CUDA answers nothing more in this process: then say whose fault it was, and end."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            raise BrokenDevice(f"{candidate.name} broke the device on {case}: {error}") from error
 
 
 def _too_far(verdict: Verdict) -> str:

@@ -38,7 +38,8 @@ class Timed:
     run: Function
     calls: int
     nodes: int | None = None  # kernels of one call, in a CUDA graph
-    graph: bool = False
+    queued: bool = False  # runs on the device alone, so that events around it say how long it took
+    keeps: Any = None  # what must live as long as a graph is replayed: workspaces, tables, plans
 
 
 def eager(functions: Sequence[Function]) -> Timed:
@@ -64,7 +65,8 @@ def captured(functions: Sequence[Function]) -> tuple[Timed, list[Any]]:
         results = [function() for function in functions]
     nodes = _count_nodes(graph)
     graph.instantiate()
-    return Timed(graph.replay, len(functions), None if nodes is None else round(nodes / len(functions)), True), results
+    per_call = None if nodes is None else round(nodes / len(functions))
+    return Timed(graph.replay, len(functions), per_call, queued=True, keeps=functions), results
 
 
 def _count_nodes(graph: Any) -> int | None:
@@ -88,7 +90,7 @@ def measure(timed: Sequence[Timed], device: torch.device, samples: int, seconds:
     values: list[list[float]] = [[] for _ in timed]
     start = time.perf_counter()
     for number in range(samples):
-        spent = _replays(timed) if device.type == "cuda" and timed[0].graph else _calls(timed, device)
+        spent = _replays(timed) if device.type == "cuda" and timed[0].queued else _calls(timed, device)
         for own, one, us in zip(values, timed, spent):
             own.append(us / one.calls)
         if number >= 2 and time.perf_counter() - start > seconds:

@@ -6,8 +6,8 @@ Each has
 - `make(case, config, inputs)`: the Call of one set of inputs,
 - `moved(call)` and `flops(call)`: bytes that any implementation must move, and operations it must do,
 - `pytorch(...)`: the op in PyTorch's own functions and the dtype of its inputs, as an engine writes it today: a peer,
-  and the yardstick of the check (an implementation may err twice as much); None where no engine has one that gives the
-  same results,
+  and the yardstick of the check (an implementation may err twice as much) unless there is a `naive(...)` for that; None
+  where no engine has one that gives the same results,
 - `CHECK`: how results are compared: "floats", "head" (ranked tokens) or "exact".
 """
 

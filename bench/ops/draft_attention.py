@@ -54,6 +54,27 @@ def pytorch(
     window_left: int, max_seq_len: int, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> Tensor:
     """Gather through the page table, then PyTorch's own attention. Every request has max_seq_len keys."""
+    k, v = _visible(q, k_cache, v_cache, block_table, window_left, max_seq_len, k_scale, v_scale)
+    y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, scale=sm_scale, enable_gqa=True)
+    return y.transpose(1, 2)
+
+
+def naive(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, sm_scale: float, *,
+    window_left: int, max_seq_len: int, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+) -> Tensor:
+    """The yardstick: the formula with scores and probabilities in the dtype of q, as attention kernels keep them."""
+    k, v = _visible(q, k_cache, v_cache, block_table, window_left, max_seq_len, k_scale, v_scale)
+    x = q.transpose(1, 2).unflatten(1, (k.size(1), -1)).flatten(2, 3)  # [batch, num_kv_heads, group * rows, head_dim]
+    y = ((x @ k.transpose(2, 3)) * sm_scale).softmax(-1) @ v
+    return y.unflatten(2, (-1, q.size(1))).flatten(1, 2).transpose(1, 2)
+
+
+def _visible(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, window_left: int, max_seq_len: int,
+    k_scale: Tensor | None, v_scale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """K and V [batch, num_kv_heads, keys, head_dim] through the page table."""
     page_size = k_cache.size(1)
     first = 0 if window_left < 0 else max(0, max_seq_len - window_left - 1)
     key = torch.arange(first, max_seq_len, device=q.device)
@@ -61,8 +82,7 @@ def pytorch(
     k, v = (_gathered(cache, pages, key % page_size) for cache in (k_cache, v_cache))
     if k_scale is not None and v_scale is not None:
         k, v = k.to(q.dtype) * k_scale.to(q.dtype), v.to(q.dtype) * v_scale.to(q.dtype)
-    y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, scale=sm_scale, enable_gqa=True)
-    return y.transpose(1, 2)
+    return k, v
 
 
 def _gathered(cache: Tensor, pages: Tensor, slots: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..case import Unsupported
 from ._attention import Attend, expanded, host_lengths, is_fp8, query_dtype, scratch
 
-WORKSPACE = 256 << 20  # bytes, for the partial results of split keys
+WORKSPACE = 1 << 30  # bytes, for the partial results of split keys
 HEAD_DIMS = (64, 128, 256, 512)
 
 
