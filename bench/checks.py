@@ -34,9 +34,11 @@ class Verdict:
 
     def worse(self, other: Verdict) -> Verdict:
         """The one that is further beyond, or nearer to, what is allowed."""
+        if self.ok != other.ok:
+            return other if self.ok else self
         if self.why or other.why:
             return self if self.why else other
-        return self if self.error * other.allowed >= other.error * self.allowed else other
+        return self if self.error * other.allowed > other.error * self.allowed else other
 
 
 def check_floats(
@@ -44,6 +46,8 @@ def check_floats(
 ) -> Verdict:
     """Every result against fp64; None is a result that the candidate does not give."""
     verdict = Verdict()
+    if len(got) != len(exact):
+        return Verdict(why=f"{len(got)} results instead of {len(exact)}")
     for one, true, plain in zip(got, exact, naive):
         if one is not None:
             verdict = verdict.worse(_floats(one, true, plain, atol))
@@ -62,23 +66,27 @@ def _floats(got: Tensor, exact: Tensor, naive: Tensor, atol: float) -> Verdict:
     return Verdict((got.double() - exact).abs().max().item(), allowed)
 
 
-def check_exact(got: Sequence[Tensor | None], exact: Sequence[Tensor]) -> Verdict:
+def check_exact(got: Sequence[Tensor | None], exact: Sequence[Tensor], names: Sequence[str] = ()) -> Verdict:
     """Integers and masks equal the reference's; floats are within ATOL, relative beyond 1."""
     verdict = Verdict()
+    if len(got) != len(exact):
+        return Verdict(why=f"{len(got)} results instead of {len(exact)}")
     for place, (one, true) in enumerate(zip(got, exact)):
+        name = names[place] if names else f"result {place}"
         if one is None:
             continue
         if one.shape != true.shape:
-            return Verdict(why=f"result {place} has shape {list(one.shape)} instead of {list(true.shape)}")
+            return Verdict(why=f"{name} has shape {list(one.shape)} instead of {list(true.shape)}")
         if true.is_floating_point():
             same = one.double() == true.double()  # infinities too
             scale = true.double().abs().clamp(min=1.0)
             gap = torch.where(same, 0.0, (one.double() - true.double()).abs() / scale)
+            if not torch.isfinite(gap).all():
+                return Verdict(why=f"{name} is not finite where it should be, or finite where it should not")
             if gap.numel():
-                worst = gap.nan_to_num(nan=torch.inf).max().item()
-                verdict = verdict.worse(Verdict(worst, ATOL))
-        elif not torch.equal(one.long(), true.long()):
-            return Verdict(why=f"result {place}: {int((one.long() != true.long()).sum())} of {true.numel()} differ")
+                verdict = verdict.worse(Verdict(gap.max().item(), ATOL))
+        elif (differing := int((one.double() != true.double()).sum())) > 0:
+            return Verdict(why=f"{name}: {differing} of {true.numel()} differ")
     return verdict
 
 
@@ -116,43 +124,68 @@ class HeadOracle:
             self.logits, naive = (torch.stack(part) for part in zip(*parts))
         self.allowed = 2 * (naive.double() - self.logits).abs().max().item() + ATOL
         low, high = (self.logits.masked_fill(~m, -torch.inf).logsumexp(-1) for m in (self.certain, self.possible))
-        self.logsumexp, self.band = (low + high) / 2, ((high - low) / 2).max().item()
+        least = self.logits.masked_fill(~self.possible, torch.inf).amin(-1)  # of a row in which nothing is certain
+        low = torch.maximum(low, least)
+        self.logsumexp, self.band = (low + high) / 2, (high - low) / 2  # each [n]
 
-    def check(self, ids: Tensor, logprobs: Tensor | None = None, logsumexp: Tensor | None = None) -> Verdict:
-        """ids [n, k], best first, with their logprobs and the logsumexp of the row where the candidate gives them."""
-        picked, known = self._find(ids)  # [n, k]
-        if not known.all():
-            return Verdict(why=f"token {int(ids[~known][0])} is no candidate of its row")
-        if ids.size(1) > 1 and (ids.sort(-1).values.diff(dim=-1) == 0).any():
-            return Verdict(why="a row has the same token twice")
+    def check(
+        self,
+        ids: Tensor,  # [n, k], best first
+        logprobs: Tensor | None = None,  # [n, k]
+        logsumexp: Tensor | None = None,  # [n]
+        sums: Tensor | None = None,  # [n, k], where logprobs are differences of these
+    ) -> Verdict:
+        """The ranked tokens of each row, with the numbers that the candidate gives for them."""
+        place, why = self._find(ids)
+        if why:
+            return Verdict(why=why)
+        picked = self.logits.gather(1, place)
         best = self.logits.masked_fill(~self.certain, -torch.inf).topk(ids.size(1), -1).values
         verdict = Verdict((best - picked).clamp(min=0).max().item(), self.allowed)
         wide = self.allowed + self.band
         if logprobs is not None:
-            gap = (logprobs.double() - (picked - self.logsumexp.unsqueeze(-1))).abs().max().item()
-            verdict = verdict.worse(Verdict(gap, wide))
+            rounding = torch.zeros_like(picked) if sums is None else ATOL * sums.double().abs()
+            true = picked - self.logsumexp.unsqueeze(-1)
+            verdict = verdict.worse(_near("logprob", logprobs, true, wide.unsqueeze(-1) + rounding))
         if logsumexp is not None:
-            verdict = verdict.worse(Verdict((logsumexp.double() - self.logsumexp).abs().max().item(), wide))
+            verdict = verdict.worse(_near("logsumexp", logsumexp, self.logsumexp, wide))
         return verdict
 
     def check_candidates(self, logits: Tensor, ids: Tensor) -> Verdict:
         """All candidates [n, m] with their logits: every certain token is there, no impossible one, values are near."""
-        true, known = self._find(ids)
-        if not known.all():
-            return Verdict(why=f"token {int(ids[~known][0])} is no candidate of its row")
-        if (ids.sort(-1).values.diff(dim=-1) == 0).any():
-            return Verdict(why="a row has the same token twice")
-        return Verdict((logits.double() - true).abs().max().item(), self.allowed)
+        place, why = self._find(ids)
+        if why:
+            return Verdict(why=why)
+        if not torch.equal(self.certain.gather(1, place).sum(1), self.certain.sum(1)):
+            return Verdict(why="a row lacks a token of one of its best centroids")
+        return _near("logit", logits, self.logits.gather(1, place), torch.full_like(self.logits[:, :1], self.allowed))
 
-    def _find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """fp64 logits of the ids, and whether they may be candidates at all."""
+    def _find(self, ids: Tensor) -> tuple[Tensor, str]:
+        """Where the ids [n, k] are among the columns of `logits`, and why they are not a choice of k candidates."""
+        ids = ids.long()
         if self.ids is None:
-            inside = (ids >= 0) & (ids < self.logits.size(1))
-            return self.logits.gather(1, ids.clamp(0, self.logits.size(1) - 1)), inside
-        order = self.ids.argsort(-1)
-        place = torch.searchsorted(self.ids.gather(1, order), ids.contiguous()).clamp(max=self.ids.size(1) - 1)
-        place = order.gather(1, place)
-        return self.logits.gather(1, place), (self.ids.gather(1, place) == ids) & self.possible.gather(1, place)
+            place = ids.clamp(0, self.logits.size(1) - 1)
+            known = place == ids
+        else:
+            order = self.ids.argsort(-1)
+            place = torch.searchsorted(self.ids.gather(1, order), ids.contiguous()).clamp(max=self.ids.size(1) - 1)
+            place = order.gather(1, place)
+            known = (self.ids.gather(1, place) == ids) & self.possible.gather(1, place)
+        if not known.all():
+            return place, f"token {int(ids[~known][0])} is no candidate of its row"
+        if (ids.sort(-1).values.diff(dim=-1) == 0).any():
+            return place, "a row has the same token twice"
+        return place, ""
+
+
+def _near(what: str, got: Tensor, true: Tensor, allowed: Tensor) -> Verdict:
+    """The element that is worst beside what is allowed for it."""
+    gap = (got.double() - true).abs()
+    if not torch.isfinite(gap).all():
+        return Verdict(why=f"a {what} is not finite")
+    allowed = allowed.expand_as(gap)
+    worst = (gap / allowed).argmax()
+    return Verdict(gap.flatten()[worst].item(), allowed.flatten()[worst].item())
 
 
 def _active(

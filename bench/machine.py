@@ -85,11 +85,14 @@ def nvidia_smi(fields: tuple[str, ...]) -> dict[str, str]:
 
 
 def commit() -> str:
-    """Of the repository this runs from, with a + where files differ from it; MTP_COMMIT where there is none."""
+    """Of the repository this runs from, with a + where files differ from it; what MTP_COMMIT says comes first."""
     if os.environ.get("MTP_COMMIT"):
         return os.environ["MTP_COMMIT"]
     folder = Path(__file__).resolve().parent
     try:
+        root = Path(_git(folder, "rev-parse", "--show-toplevel").strip())
+        if not (root / "bench" / Path(__file__).name).is_file():  # somebody else's, with an environment inside
+            return "unknown"
         head = _git(folder, "rev-parse", "HEAD").strip()
         return head + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no").strip() else "")
     except (OSError, subprocess.SubprocessError):

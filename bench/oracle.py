@@ -20,6 +20,7 @@ from ..reference.norm_geglu import norm_geglu
 from ..reference.norm_linear import norm_linear
 from ..reference.post_project import post_project
 from ..reference.pre_project import embed, pre_project
+from ..reference.tree_build import tree_build
 from ..reference.tree_expand import tree_expand
 from ..weights import AssistantWeights, LayerWeights
 from . import plain
@@ -69,43 +70,50 @@ def check_steps(
             verdict = verdict.worse(check_floats(got, [chain.exact], [chain.naive]))
             token = step_ids[part]
             verdict = verdict.worse(head.check(token.unsqueeze(1)))
+            if verdict.why:
+                return verdict  # a token that is none cannot be fed back
     return verdict
 
 
 def check_round(
     weights: AssistantWeights, kv: Mapping[str, KVView], seed_ids: Tensor, state: Tensor, positions: Tensor,
-    context: int, tree: DraftTree, num_steps: int, topk: int,
+    context: int, tree: DraftTree, num_steps: int, topk: int, nodes: int,
 ) -> Verdict:
     """Every candidate of a round: its token, its score, and that the next frontier grows from the best of them.
 
-    The drafted tree itself follows from the candidates without rounding; tree_build's own check covers that.
+    The drafted tree follows from the candidates without rounding, so it is exactly the reference's. Its root has the
+    position of the queries.
     """
-    verdict = Verdict()
+    shape = (seed_ids.size(0), num_candidates(num_steps, topk))
+    for name, tensor in (("cand_ids", tree.cand_ids), ("cand_scores", tree.cand_scores)):
+        if tensor.shape != shape:
+            return Verdict(why=f"{name} has shape {list(tensor.shape)} instead of {list(shape)}")
+    verdict, all_parents = Verdict(), []
     for part, some in _parts(kv, seed_ids.size(0)):
         chain = Chain(weights, some, state[part], positions[part], context)
         token, row_index = seed_ids[part].unsqueeze(1), None
         parent_scores = torch.zeros_like(token, dtype=torch.float32)
-        offset = 0
-        for depth in range(num_steps):
+        frontier = torch.full_like(token, -1)
+        offset, parents = 0, []
+        for _ in range(num_steps):
             head = chain.advance(token, row_index)
             rows = token.size(1)
             width = slice(offset, offset + rows * topk)
             ids = tree.cand_ids[part, width].unflatten(1, (rows, topk))  # [batch, rows, topk]
             scores = tree.cand_scores[part, width].unflatten(1, (rows, topk))
             logprobs = scores - parent_scores.unsqueeze(-1)
-            verdict = verdict.worse(head.check(ids.flatten(0, 1), logprobs.flatten(0, 1)))
-            expanded = tree_expand(scores, ids, 0) if depth == 0 else _expand(scores, ids)
-            token, row_index, parent_scores = expanded[:3]
+            flat = (ids.flatten(0, 1), logprobs.flatten(0, 1))
+            verdict = verdict.worse(head.check(*flat, sums=scores.flatten(0, 1)))
+            if verdict.why:
+                return verdict  # a token that is none cannot be fed back
+            none = torch.zeros_like(parent_scores)  # the scores are sums already
+            expanded = tree_expand(scores, ids, offset, scores=none, frontier=frontier)
+            token, row_index, parent_scores, frontier, _, parent = expanded
+            parents.append(parent)
             offset += rows * topk
-    if tree.cand_ids.size(1) != num_candidates(num_steps, topk):
-        return Verdict(why=f"{tree.cand_ids.size(1)} candidates instead of {num_candidates(num_steps, topk)}")
-    return verdict.worse(check_exact([tree.draft_ids[:, 0]], [seed_ids]))
-
-
-def _expand(scores: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
-    """tree_expand of scores that are sums already."""
-    zero = torch.zeros(scores.shape[:2], dtype=scores.dtype, device=scores.device)
-    return tree_expand(scores, ids, 0, scores=zero, frontier=torch.zeros_like(zero, dtype=torch.int64))
+        all_parents.append(torch.cat(parents, 1))
+    built = tree_build(seed_ids, tree.cand_scores, tree.cand_ids, torch.cat(all_parents), positions, nodes)
+    return verdict.worse(check_exact(tree[: len(built)], built, DraftTree._fields))
 
 
 def _exact_step(

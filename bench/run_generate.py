@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..demo.pair import Pair, load_pair, pair_directory
+from ..demo.pair import DemoError, Pair, load_pair, pair_directory
+from ..demo.pair import _quiet_transformers as quiet_transformers
 from ..demo.stats import summarize
 from ..integrations.greedy import decode_greedy, greedy_reference
-from .case import Candidate, Case
+from .case import Candidate, Case, Unsupported
 from .checks import Verdict
+from .served import served_by
 from .setting import Setting
 
 PROMPT_TOKENS, NEW_TOKENS, NODES = 200, 96, 16
@@ -32,8 +35,11 @@ class GenerateProblem:
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device = case, device
-        pair = load_pair(pair_directory(), "centroid", str(device), case.torch_dtype)
-        prompt = pair.held_out_prompt(pair.held_out[0], PROMPT_TOKENS)
+        try:
+            pair = load_pair(pair_directory(), "centroid", str(device), case.torch_dtype)
+            prompt = pair.held_out_prompt(pair.held_out[0], PROMPT_TOKENS)
+        except DemoError as error:
+            raise Unsupported(str(error)) from error
         self.inputs = GenerateInputs(pair, prompt)
         self.sets = [self.inputs]
         self.expected = greedy_reference(pair.model, prompt, NEW_TOKENS)
@@ -48,7 +54,8 @@ class GenerateProblem:
 
 def candidates(case: Case, problem: GenerateProblem, setting: Setting) -> list[Candidate]:
     """Drafting with chains and trees, the target alone, and transformers' own assisted generation."""
-    found = [Candidate("mtp", _drafting(case.topk), _ids, capturable=False)]
+    served = served_by(lambda: list(islice(_rounds(case.topk, problem.inputs), 2)))  # the prefill and one round
+    found = [Candidate("mtp", _drafting(case.topk), _ids, served, capturable=False)]
     if case.topk == 1:
         found.append(Candidate("target alone", _alone, _ids, capturable=False))
         if setting.peers.present("transformers"):
@@ -83,7 +90,8 @@ def _assisted(one: GenerateInputs) -> Callable[[], Any]:
 
     folder = pair_directory() / "assistant-centroid"
     model = one.pair.model
-    assistant: Any = Gemma4AssistantForCausalLM.from_pretrained(folder, dtype=model.dtype, local_files_only=True)
+    with quiet_transformers():
+        assistant: Any = Gemma4AssistantForCausalLM.from_pretrained(folder, dtype=model.dtype, local_files_only=True)
     assistant = assistant.to(model.device).eval()
 
     def run() -> list[int]:

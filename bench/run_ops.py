@@ -38,12 +38,27 @@ class OpProblem:
     def check(self, number: int, results: Sequence[Tensor | None]) -> Verdict:
         """What the results of set `number` deviate from fp64."""
         call = self.sets[number]
+        why = self._wrong_shape(call, results)
+        if why:
+            return Verdict(why=why)
         if self.bench.CHECK == "floats":
             return check_floats(results, *self._floats(call))
         if self.bench.CHECK == "exact":
             exact = OPS[self.case.name].reference(*_in_fp64(call.args), **_kwargs64(call))
             return check_exact(results, as_tuple(exact))
         return self._check_head(call, results)
+
+    def _wrong_shape(self, call: Call, results: Sequence[Tensor | None]) -> str:
+        """Why the results are not as many, or not as large, as the op's."""
+        op = OPS[self.case.name]
+        specs = op.outputs(*call.args, **call.kwargs)
+        shapes = [specs[0]] if isinstance(specs[1], torch.dtype) else [shape for shape, _ in specs]
+        if len(results) != len(shapes):
+            return f"{len(results)} results instead of {len(shapes)}"
+        for name, one, shape in zip(op.out_names, results, shapes):
+            if one is not None and one.shape != torch.Size(shape):
+                return f"{name.removeprefix('out_')} has shape {list(one.shape)} instead of {list(shape)}"
+        return ""
 
     def _floats(self, call: Call) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """The results in fp64, and those of plain PyTorch in the dtype of the inputs."""
@@ -99,7 +114,7 @@ def ours(case: Case, problem: OpProblem) -> Candidate:
     return Candidate("mtp", _binder(op.default), as_tuple, served)
 
 
-def as_tuple(results: Any) -> tuple[Tensor | None, ...]:
+def as_tuple(results: Any) -> tuple[Tensor, ...]:
     return (results,) if isinstance(results, Tensor) else tuple(results)
 
 

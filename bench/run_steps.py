@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ..draft import DraftTree, draft, draft_step, num_candidates
 from ..kv_view import KVView
-from ..ops import OPS
-from ..ops._registry import choose
 from ..weights import AssistantWeights
 from ..weights._config import SLIDING
 from . import plain
@@ -20,6 +18,7 @@ from .case import Candidate, Case, Unsupported
 from .checks import Verdict
 from .inputs import Inputs, config_of, nbytes, take_pages
 from .oracle import check_round, check_steps
+from .served import served_by
 from .setting import Setting
 
 LIB = torch.library.Library("mtp_bench", "FRAGMENT")
@@ -75,18 +74,22 @@ class StepProblem:
 
     def check(self, number: int, results: Sequence[Any]) -> Verdict:
         one, case = self.inputs, self.case
+        wanted = 2 * case.num_steps if case.level == "step" else len(DraftTree._fields)
+        if len(results) != wanted:
+            return Verdict(why=f"{len(results)} results instead of {wanted}")
         start = (one.weights, one.kv, one.seed_ids, one.state, one.positions, case.context)
         if case.level == "step":
             return check_steps(*start, results[: case.num_steps], results[case.num_steps :])
-        return check_round(*start, DraftTree._make(results), case.num_steps, case.topk)
+        return check_round(*start, DraftTree._make(results), case.num_steps, case.topk, num_nodes(case))
 
 
 def candidates(case: Case, problem: StepProblem, setting: Setting) -> list[Candidate]:
     """Who runs the case, ours first."""
-    served = _served(problem.inputs)
     if case.level == "round":
         run = _chain_round if case.topk == 1 else _tree_round
+        served = served_by(lambda: run(problem.inputs, case))
         return [Candidate("mtp", lambda one: lambda: run(one, case), tuple, served)]
+    served = served_by(lambda: _our_chain(problem.inputs, 1))
     found = [Candidate("mtp", lambda one: lambda: _our_chain(one, case.num_steps), _flat, served)]
     found.append(Candidate("pytorch", lambda one: _engine(one, case, plain.step, _gather(case)), _flat))
     if setting.compile_steps:
@@ -118,9 +121,14 @@ def _chain_round(one: StepInputs, case: Case) -> DraftTree:
 
 
 def _tree_round(one: StepInputs, case: Case) -> DraftTree:
-    nodes = min(NODES, num_candidates(case.num_steps, case.topk) + 1)
     start = (one.weights, one.kv, one.seed_ids, one.state, one.positions)
-    return draft(*start, case.num_steps, case.topk, nodes, one.positions)
+    return draft(*start, case.num_steps, case.topk, num_nodes(case), one.positions)
+
+
+def num_nodes(case: Case) -> int:
+    """Of the drafted tree, its root included; a chain keeps every candidate."""
+    every = num_candidates(case.num_steps, case.topk) + 1
+    return every if case.topk == 1 else min(NODES, every)
 
 
 Attends = Callable[[StepInputs], list[plain.Attend]]  # one a layer
@@ -187,6 +195,8 @@ def _bind_transformers(case: Case, setting: Setting) -> Callable[[StepInputs], C
     def bind(one: StepInputs) -> Callable[[], Any]:
         if case.batch * case.context > DENSE_KEYS:
             raise Unsupported(f"left out above {DENSE_KEYS} keys: it takes a dense copy of the cache")
+        if case.kv_dtype != case.dtype:
+            raise Unsupported("its caches have the dtype of the model")
         step = setting.peers.transformers_step(one.weights)
         dense = {name: _dense(view, case.context) for name, view in one.kv.items()}
 
@@ -217,26 +227,6 @@ def _dense(view: KVView, context: int) -> tuple[Tensor, Tensor]:
 
 def _flat(raw: tuple[Sequence[Tensor], Sequence[Tensor]]) -> tuple[Tensor, ...]:
     return (*raw[0], *raw[1])
-
-
-def _served(one: StepInputs) -> str:
-    """What serves the ops of a step: one name, or several joined by +."""
-    x = torch.empty(1, 1, one.weights.hidden, dtype=one.weights.dtype, device=one.weights.device)
-    head = "lm_head_topk" if one.weights.centroids is None else "centroid_topk"
-    layer = one.weights.layers[0]
-    view = one.kv[layer.layer_type]
-    q = x.new_empty(view.batch, 1, layer.num_qo_heads, layer.head_dim)
-    norm = (x, layer.input_norm, one.weights.norm_eps)
-    calls: dict[str, tuple[Any, ...]] = {
-        "norm_linear": (*norm, layer.q_proj),
-        "norm_geglu": (*norm, layer.gate_up),
-        "draft_attention": (q, view.k_cache, view.v_cache, view.block_table, view.seq_lens, 1.0),
-        "lm_head_topk": (x, one.weights.lm_head, 1),
-        "centroid_topk": (x, one.weights.centroids, one.weights.token_ordering, one.weights.lm_head,
-                          one.weights.num_active, 1),
-    }
-    names = {choose(OPS[op], args, {})[0] for op, args in calls.items() if op == head or not op.endswith("topk")}
-    return "+".join(sorted(names))
 
 
 def step_bytes(weights: AssistantWeights, kv: dict[str, KVView], batch: int, rows: int, context: int) -> int:

@@ -15,6 +15,7 @@ from . import run_generate, run_ops, run_steps
 from .case import Candidate, Case, Result, Unsupported
 from .checks import Verdict
 from .inputs import Inputs, config_of
+from .rows import OURS
 from .setting import Setting
 from .timing import Timed, Times, captured, eager, measure
 
@@ -27,9 +28,15 @@ MOST_WHY = 300  # characters of an error in the record
 
 
 def run_case(case: Case, setting: Setting, copy_bandwidth: float) -> list[Result]:
-    """One result for every candidate and every absent peer; a time only where the result is right."""
+    """One result for every candidate; a time only where its result is right."""
     with torch.no_grad():
-        problem, found = prepare(case, setting)
+        try:
+            problem, found = prepare(case, setting)
+        except Unsupported as why:
+            return [Result(case, OURS, status="unsupported", why=str(why))]
+        except RuntimeError as error:  # sizes for which there is not enough memory, for one
+            _check_device(setting.device, OURS, case, error)
+            return [Result(case, OURS, status="error", why=_words(error))]
         base = Result(case, "", bytes=problem.bytes, flops=problem.flops,
                       floor_us=problem.bytes / copy_bandwidth * 1e6 if problem.bytes else None,
                       rotation_bytes=problem.bytes * len(problem.sets))
@@ -78,12 +85,15 @@ def measure_candidates(
             results.append(replace(result, status="unsupported", why=str(why)))
             continue
         except Exception as error:  # a peer's failure is a row of the table, not the end of the run
-            _check_device(setting.device, candidate, base.case, error)
-            results.append(replace(result, status="error", why=f"{type(error).__name__}: {error}"[:MOST_WHY]))
+            _check_device(setting.device, candidate.name, base.case, error)
+            results.append(replace(result, status="error", why=_words(error)))
+            continue
+        if verdict.why:
+            results.append(replace(result, status="wrong", why=verdict.why))
             continue
         result = replace(result, error=verdict.error, allowed=verdict.allowed)
         if not verdict.ok:
-            results.append(replace(result, status="wrong", why=verdict.why or _too_far(verdict)))
+            results.append(replace(result, status="wrong", why="deviates too far from fp64"))
             continue
         right.append(len(results))
         timed.append(one)
@@ -102,7 +112,7 @@ def check(problem: Any, candidate: Candidate, setting: Setting) -> tuple[Timed, 
         timed.run()
         torch.cuda.synchronize()
     else:
-        raw = [functions[0](), functions[-1]()]
+        raw = [function() for function in (functions[0], *functions[1:][-1:])]
         timed = eager(functions)
     verdict = problem.check(0, candidate.results(raw[0]))
     if len(functions) > 1:
@@ -135,14 +145,14 @@ def _extra(problem: Any, candidate: Candidate) -> dict[str, float]:
     return {"tokens_per_round": run_generate.tokens_per_round(problem.case, problem.inputs)}
 
 
-def _check_device(device: torch.device, candidate: Candidate, case: Case, error: Exception) -> None:
+def _check_device(device: torch.device, candidate: str, case: Case, error: Exception) -> None:
     """After some errors CUDA answers nothing more in this process: then say whose fault it was, and end."""
     if device.type == "cuda":
         try:
             torch.cuda.synchronize()
         except RuntimeError:
-            raise BrokenDevice(f"{candidate.name} broke the device on {case}: {error}") from error
+            raise BrokenDevice(f"{candidate} broke the device on {case}: {_words(error)}") from error
 
 
-def _too_far(verdict: Verdict) -> str:
-    return f"deviates from fp64 by {verdict.error:.3g}, allowed {verdict.allowed:.3g}"
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:MOST_WHY]

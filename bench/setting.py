@@ -27,7 +27,3 @@ class Setting:
         for name in ATTENTION_PEERS:
             found |= self.peers.attention_variants(name)
         return found
-
-    def absent(self) -> dict[str, str]:
-        """Peers that are not here, and why."""
-        return {s.name: s.why_absent for s in self.peers.status if s.why_absent}

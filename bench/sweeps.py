@@ -28,7 +28,7 @@ def standard(device: str, dtype: str) -> list[Case]:
             cases += [Case("op", op, model, batch, variant=v) for v in bench_of(op).variants(config_of(model))]
     for model, (batch, context) in itertools.product(OP_MODELS, (POINTS[0], POINTS[3])):
         cases += rounds(Case("round", "chain", model, batch, context))
-    return [replace(_on(case, device), dtype=dtype, kv_dtype=dtype) for case in cases] + generations()
+    return _all(cases, device, dtype)
 
 
 def quick(device: str, dtype: str) -> list[Case]:
@@ -43,8 +43,13 @@ def quick(device: str, dtype: str) -> list[Case]:
         size = model if bench_of(op).variants(config_of(model)) else dense
         cases += [Case("op", op, size, variant=v) for v in bench_of(op).variants(config_of(size))]
     cases += rounds(Case("round", "chain", model))
-    cases = [replace(_on(case, device), dtype=dtype, kv_dtype=dtype) for case in cases]
-    return list(dict.fromkeys(cases)) + generations()
+    return _all(cases, device, dtype)
+
+
+def _all(cases: Sequence[Case], device: str, dtype: str) -> list[Case]:
+    """Each once: without a GPU, what is captured and what is eager are the same."""
+    placed = [replace(_on(case, device), dtype=dtype, kv_dtype=dtype) for case in cases]
+    return list(dict.fromkeys(placed)) + generations()
 
 
 def rounds(chain: Case) -> list[Case]:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from . import __version__
 from ._report import report
@@ -15,14 +16,14 @@ from .ops import ArgumentError, ImplementationError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; 2 with a one-line message when something it needs is missing or an argument is wrong."""
-    parser = argparse.ArgumentParser(prog="mtp-kernels", description="Fused kernels for frozen-KV MTP drafting.")
+    parser = _Parser(prog="mtp-kernels", description="Fused kernels for frozen-KV MTP drafting.")
     parser.add_argument("--version", action="version", version=f"mtp-kernels {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="decode a held-out prompt, drafting with this library")
     from . import demo as demo_package
 
     demo_package.add_arguments(demo)
-    from . import bench as bench_package
+    import mtp_kernels.bench as bench_package
 
     bench = commands.add_parser("bench", help="measure ops, steps and rounds beside their floors and peers")
     bench_package.add_arguments(bench)
@@ -38,6 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; -h has the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}\n")
 
 
 def _report(as_json: bool) -> int:

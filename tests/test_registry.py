@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import itertools
 import os
@@ -31,6 +32,7 @@ ALL_OPS = [
     "centroid_logits", "lm_head_topk", "sample_logits", "tree_expand", "tree_build", "verify_greedy", "verify_sample",
     "commit",
 ]
+PACKAGES = ("ops", "reference", "bench.ops")  # with a file an op
 NAME = "norm_linear"  # the op whose table the tests below fill
 ARGS = (torch.ones(2, 3), torch.ones(3), 1e-6, torch.ones(4, 3))
 
@@ -334,17 +336,20 @@ def test_every_op_is_documented(name: str) -> None:
         assert result.removeprefix("out_") in doc, result
 
 
+def folder_of(package: str) -> Path:
+    return Path(importlib.import_module(f"mtp_kernels.{package}").__file__ or "").parent
+
+
 @pytest.mark.parametrize("name", ALL_OPS)
 def test_every_op_has_its_files(name: str) -> None:
-    package = Path(mtp_kernels.__file__).parent
-    for file in (package / "ops" / f"{name}.py", package / "reference" / f"{name}.py",
+    for file in (*(folder_of(package) / f"{name}.py" for package in PACKAGES),
                  Path(__file__).with_name(f"test_{name}.py")):
         assert file.is_file(), f"{name} lacks {file.parent.name}/{file.name}"
 
 
-@pytest.mark.parametrize("folder", ["ops", "reference"])
-def test_every_file_has_its_op(folder: str) -> None:
-    files = (Path(mtp_kernels.__file__).parent / folder).glob("*.py")
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_file_has_its_op(package: str) -> None:
+    files = folder_of(package).glob("*.py")
     assert {f.stem for f in files if not f.stem.startswith("_")} <= set(OPS)
 
 

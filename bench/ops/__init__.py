@@ -8,7 +8,7 @@ Each has
 - `pytorch(...)`: the op in PyTorch's own functions and the dtype of its inputs, as an engine writes it today: a peer,
   and the yardstick of the check (an implementation may err twice as much) unless there is a `naive(...)` for that; None
   where no engine has one that gives the same results,
-- `CHECK`: how results are compared: "floats", "head" (ranked tokens) or "exact".
+- `CHECK`: how results are compared: "floats", "head" (ranked tokens), "candidates" (all of them) or "exact".
 """
 
 from __future__ import annotations
