@@ -1,9 +1,9 @@
 """Kernels of draft_attention: one KV split of a request and KV head a program; then the merge of the splits.
 
-A draft has few queries and many keys. Scores are [keys, queries], so that the few queries are the short side of a tensor
-core's tile (8) and K is its long one; the average is [queries, head_dim], so that V, too, is read as it lies. Both tiles
-come by asynchronous copies, whose rows the page table gives one tile earlier still. A query is a row of the request and a
-head of the group that shares the KV head: a tree's frontier reads each key once.
+A draft has few queries and many keys. Scores are [keys, queries], so that the few queries are the short side of a
+tensor core's tile (8) and K is its long one; the average is [queries, head_dim], so that V, too, is read as it lies.
+Both tiles come by asynchronous copies, whose rows the page table gives one tile earlier still. A query is a row of
+the request and a head of the group that shares the KV head: a tree's frontier reads each key once.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._gemm import add_splits, block_columns, load_rows, load_weight, multiply, norm_add, store_partial
-from ._gemm_config import SLABS, power_of_2, split_config
+from ._gemm_config import power_of_2, split_config
 from ._launch import Launch
 from ._rows import num_rows, row_arguments, row_offset
 
@@ -69,7 +69,7 @@ def partial_launch(x: Tensor, weight: Tensor) -> Launch:
             "N": columns, "K": inner, "SPLITS": config.splits, "BLOCKS": config.blocks_per_split,
             **config.constants(rows),
         },
-        num_warps=SLABS,
+        num_warps=config.slabs,
         num_stages=config.stages(rows, x.element_size()),
     )
 

@@ -17,7 +17,7 @@ from ._gemm import (
     rms_scale,
     row_rms_scale,
 )
-from ._gemm_config import SLABS, whole_config
+from ._gemm_config import whole_config
 from ._launch import Launch
 from ._rows import num_rows, row_arguments, row_offset
 
@@ -45,7 +45,7 @@ def norm_linear_launch(
     the normed rows go there too, and the product is of the rounded ones.
     """
     rows, inner = num_rows(x), x.size(-1)
-    config = whole_config(inner, x.element_size(), gated)
+    config = whole_config(inner, x.element_size(), gated or normed is not None)
     return Launch(
         norm_linear_kernel,
         (triton.cdiv(rows, config.block_m(rows)), triton.cdiv(output.size(-1), config.block_n)),
@@ -58,7 +58,7 @@ def norm_linear_launch(
             # fp16 could overflow where x and norm_weight are large but the norm is not.
             "NORM_FIRST": normed is not None or x.dtype == torch.float16,
         },
-        num_warps=SLABS,
+        num_warps=config.slabs,
         num_stages=config.stages(rows, x.element_size(), 2 if gated else 1),
     )
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._gemm import add_splits, block_columns, load_rows, load_weight, multiply, store_partial
-from ._gemm_config import SLABS, split_config
+from ._gemm_config import split_config
 from ._launch import Launch
 
 SUM_COLUMNS = 128  # a program of the sum: one 16-byte load a thread and split
@@ -71,7 +71,7 @@ def plan(
             "N": columns, "K": backbone, "SPLITS": config.splits, "BLOCKS": config.blocks_per_split,
             **config.constants(num_rows),
         },
-        num_warps=SLABS,
+        num_warps=config.slabs,
         num_stages=config.stages(num_rows, embed_weight.element_size()),
     )
     add = Launch(
