@@ -168,6 +168,7 @@ def test_any_leading_shape_and_strides(device: str, implementation: str, leading
     check_numerics(got, naive(*plain, scale=scale), oracle(*plain, scale=scale), atol=1e-6)
 
 
+@pytest.mark.kernels_only
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("implementation", implementations(OP))
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -71,6 +71,7 @@ def test_norm_weight_may_be_fp32(device: str, implementation: str, dtype: torch.
         check_everything(OP, *arguments(dtype=dtype, device=device, norm_dtype=torch.float32))
 
 
+@pytest.mark.kernels_only
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("implementation", implementations(OP))
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -167,6 +167,7 @@ def test_any_leading_shape_and_strides(device: str, implementation: str, leading
     assert all(result.is_contiguous() for result in got)
 
 
+@pytest.mark.kernels_only
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("implementation", implementations(OP))
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -267,6 +267,7 @@ def test_any_shape_and_strides(device: str, implementation: str, sizes: tuple[in
     check_numerics(got, naive(*args, **kwargs), oracle(*args, **kwargs), atol=1e-6)
 
 
+@pytest.mark.kernels_only
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("implementation", implementations(OP))
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -78,7 +78,6 @@ def walk_kernel(
     draft_scale = tl.full([], 0.0, tl.float64)
     lane = tl.arange(0, BLOCK_NODES)
     while node >= 0:
-        end = node
         child = load_link(retrieve_next_token, tl.where(reached < most, node, -1), num_nodes)
         probs = target_probs + row_offset(row, rows_per_request, stride_target_b, stride_target_n)
         remaining = _total(totals + node * (SOURCES * NUM_CHUNKS), child >= 0, NUM_CHUNKS, BLOCK_CHUNKS)
@@ -111,6 +110,7 @@ def walk_kernel(
                 tl.store(accept_ids + reached, token, mask=writes)
                 tl.store(accept_index + reached + 1, child_row, mask=writes)
                 node = child
+                end = child
                 row = child_row
                 child = tl.full([], -1, tl.int32)
             else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -55,8 +54,6 @@ def norm_linear_launch(
         },
         {
             "N": output.size(-1), "K": inner, "GATED": gated, **config.constants(rows),
-            # fp16 could overflow where x and norm_weight are large but the norm is not.
-            "NORM_FIRST": normed is not None or x.dtype == torch.float16,
         },
         num_warps=config.slabs,
         num_stages=config.stages(rows, x.element_size(), 2 if gated else 1),
@@ -66,14 +63,10 @@ def norm_linear_launch(
 @triton.jit(do_not_specialize=["x_size1", "x_size2", "num_rows"])
 def norm_linear_kernel(
     x, x_size1, x_size2, x_stride0, x_stride1, x_stride2, norm_weight, eps, weight, weight_stride, output, normed,
-    num_rows, N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, NORM_FIRST: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, SLABS: tl.constexpr, SLAB_K: tl.constexpr
+    num_rows, N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SLABS: tl.constexpr, SLAB_K: tl.constexpr
 ):
-    """Programs (BLOCK_M rows, BLOCK_N columns).
-
-    Unless NORM_FIRST, the product is of x * norm_weight, and the row's scale follows: one pass over x, and no load of
-    weights waits for it.
-    """
+    """Programs (BLOCK_M rows, BLOCK_N columns). The normed row is rounded once, as the tensor cores need it."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_mask = rows < num_rows
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -85,9 +78,8 @@ def norm_linear_kernel(
     EVEN_N: tl.constexpr = N % BLOCK_N == 0
 
     ONE_BLOCK: tl.constexpr = K <= SLABS * SLAB_K
-    if NORM_FIRST and not ONE_BLOCK:
+    if not ONE_BLOCK:
         scale = row_rms_scale(x_rows, row_mask, eps, K, BLOCK_M, SLABS, SLAB_K)
-    squares = tl.zeros([SLABS, BLOCK_M], tl.float32)
     sums = tl.zeros([SLABS, BLOCK_M, BLOCK_N], tl.float32)
     ups = tl.zeros([SLABS, BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, K, SLABS * SLAB_K):
@@ -97,13 +89,9 @@ def norm_linear_kernel(
             up = load_weight(up_rows, n_mask, k, K, EVEN_N, EVEN_K)
         a = load_rows(x_rows, row_mask, k, K, EVEN_K).to(tl.float32)
         norm = load_vector(norm_weight, k, K, EVEN_K)
-        if NORM_FIRST:
-            if ONE_BLOCK:
-                scale = rms_scale(tl.sum(tl.sum(a * a, 2), 0), eps, K)  # behind the loads of the weights
-            a = a * scale[None, :, None] * norm
-        else:
-            squares += tl.sum(a * a, 2)
-            a = a * norm
+        if ONE_BLOCK:
+            scale = rms_scale(tl.sum(tl.sum(a * a, 2), 0), eps, K)  # behind the loads of the weights
+        a = a * scale[None, :, None] * norm
         sums = multiply(a, w, sums)
         if GATED:
             ups = multiply(a, up, ups)
@@ -112,12 +100,6 @@ def norm_linear_kernel(
             tl.store(normed + rows.to(tl.int64)[None, :, None] * K + k[:, None, :], a, mask=mask)
 
     y = tl.sum(sums, 0)  # [BLOCK_M, BLOCK_N]
-    if not NORM_FIRST:
-        scale = rms_scale(tl.sum(squares, 0), eps, K)
-        y *= scale[:, None]
     if GATED:
-        u = tl.sum(ups, 0)
-        if not NORM_FIRST:
-            u *= scale[:, None]
-        y = gelu_tanh(y) * u
+        y = gelu_tanh(y) * tl.sum(ups, 0)
     tl.store(output + rows.to(tl.int64)[:, None] * N + n[None, :], y, mask=row_mask[:, None] & n_mask[None, :])
