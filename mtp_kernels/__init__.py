@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from . import _source_tree, ops
 from ._report import report, supports
+from .captured import CapturedDraft, DraftBuffers
 from .draft import DraftTree, draft, draft_step
 from .heads import merge_topk, quantize_lm_head, reorder_lm_head
 from .kv_view import KVView
@@ -16,7 +17,9 @@ from .weights import AssistantWeights, CheckpointError
 __all__ = [
     "ArgumentError",
     "AssistantWeights",
+    "CapturedDraft",
     "CheckpointError",
+    "DraftBuffers",
     "DraftTree",
     "ImplementationError",
     "KVView",

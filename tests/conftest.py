@@ -42,5 +42,9 @@ def _can_run(item: pytest.Item, available: Callable[[str, str], list[str]]) -> b
     if callspec is None or "implementation" not in callspec.params:
         return True
     op = getattr(item.module, "OP", None)  # type: ignore[attr-defined]
-    device = callspec.params.get("device", "cpu")
-    return op is None or callspec.params["implementation"] in available(op, device)
+    device, implementation = callspec.params.get("device", "cpu"), callspec.params["implementation"]
+    if implementation == "reference" and item.get_closest_marker("kernels_only"):
+        return False  # the reference is exempt: PyTorch's products order their sums by the number of rows
+    if implementation == "triton" and device == "cpu" and torch.bfloat16 in callspec.params.values():
+        return False  # Triton's interpreter computes bf16 wrongly
+    return op is None or implementation in available(op, device)

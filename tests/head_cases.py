@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from harness import _meta, results
+from harness import _meta, assert_same_bits, call, forced, random_tensor, results
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -72,3 +72,29 @@ def check_reads_nothing(op: str, *args: Any, **kwargs: Any) -> None:
     real = results(OPS[op].reference(*args, **kwargs))
     meta = results(OPS[op].reference(*map(_meta, args), **{k: _meta(v) for k, v in kwargs.items()}))
     assert [(m.shape, m.dtype) for m in meta] == [(r.shape, r.dtype) for r in real]
+
+
+def check_rows_alone(op: str, implementation: str, normed: Tensor, *args: Any, **kwargs: Any) -> None:
+    """A row's result does not depend on the number, the order or the values of the rows beside it.
+
+    From a kernel the same bits; from the reference almost, since PyTorch's products depend on their shape.
+    """
+    n = normed.size(0)
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(7)).to(normed.device)
+    with forced(implementation):
+        whole = results(call(op, normed, *args, **kwargs))
+        others = [(order, call(op, normed[order], *args, **kwargs))]
+        for rows in ([0], [n - 1], list(range(n // 2, n - 1))):
+            index = torch.tensor(rows, device=normed.device)
+            others.append((index, call(op, normed[index], *args, **kwargs)))
+    for index, other in others:
+        for one, two in zip(whole, results(other)):
+            if implementation == "reference":
+                torch.testing.assert_close(two, one[index], rtol=1e-5, atol=1e-5)
+            else:
+                assert_same_bits(two, one[index])
+
+
+def exact_on_cpu(device: str) -> Any:
+    """What makes inputs for check_rows_alone: the products of Triton's interpreter depend on their shape, too."""
+    return random_tensor if device == "cuda" else integers

@@ -22,7 +22,7 @@ from harness import (
     random_tensor,
     to64,
 )
-from head_cases import INDICES, LargestFp32, check_reads_nothing, integers
+from head_cases import INDICES, LargestFp32, check_reads_nothing, check_rows_alone, integers
 
 from mtp_kernels import reorder_lm_head
 from mtp_kernels.reference.centroid_logits import centroid_logits as reference
@@ -96,6 +96,17 @@ def test_nan_scores_rank_last(device: str, implementation: str) -> None:
         logits, ids = call(OP, normed, centroids, ordering, head, ACTIVE)
     assert ids[1].tolist() == ordering[: 5 * ACTIVE].tolist()
     assert logits[1].isnan().all() and logits[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("implementation", implementations(OP))
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_rows_alone(device: str, implementation: str, dtype: torch.dtype) -> None:
+    normed, *rest = arguments((18,), 64, 20, 9, dtype, device)
+    if device == "cpu":
+        normed = integers(18, 64, seed=1, dtype=dtype)
+        rest[0], rest[2] = (integers(n, 64, seed=n, dtype=dtype) for n in (20, 180))
+    check_rows_alone(OP, implementation, normed, *rest)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -22,7 +22,16 @@ from harness import (
     random_tensor,
     to64,
 )
-from head_cases import INDICES, LargestFp32, assert_ids_near, assert_topk, check_reads_nothing, integers
+from head_cases import (
+    INDICES,
+    LargestFp32,
+    assert_ids_near,
+    assert_topk,
+    check_reads_nothing,
+    check_rows_alone,
+    exact_on_cpu,
+    integers,
+)
 
 from mtp_kernels import reorder_lm_head
 from mtp_kernels.reference.centroid_logits import centroid_logits as reference_logits
@@ -138,6 +147,31 @@ def test_nan_and_infinity(device: str, implementation: str) -> None:
     assert few[1][2].tolist() == ordering[: 5 * ACTIVE].sort().values[:K].tolist()
     assert (logprobs[2] == -torch.inf).all() and total[2] == -torch.inf
     assert (few[0][2] == -torch.inf).all() and few[2][2] == -torch.inf
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("implementation", implementations(OP))
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("k", [1, 5])
+def test_rows_alone(device: str, implementation: str, dtype: torch.dtype, k: int) -> None:
+    args = arguments((18,), 64, 20, 9, ACTIVE, k, dtype, device, make=exact_on_cpu(device))
+    check_rows_alone(OP, implementation, *args)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("implementation", implementations(OP))
+@pytest.mark.parametrize("ordered", [False, True])
+def test_many_and_large_centroids(device: str, implementation: str, ordered: bool) -> None:
+    """More centroids, and more tokens in each, than one program of a kernel takes; equal ones among them."""
+    normed, centroids, ordering, head, active, k = arguments((3,), 8, 70, 67, 18, 6, device=device, make=integers)
+    if ordered:
+        head = reorder_lm_head(head, ordering)
+    with forced(implementation):
+        got = call(OP, normed, centroids, ordering, head, active, k, centroid_ordered=ordered)
+    expected = reference(normed, centroids, ordering, head, active, k, centroid_ordered=ordered)
+    assert got[1].tolist() == expected[1].tolist()
+    torch.testing.assert_close(got[0], expected[0], rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(got[2], expected[2], rtol=1e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -168,11 +168,11 @@ def test_the_seed_state_is_a_copy_of_the_bits(device: str, implementation: str, 
 
 
 @pytest.mark.parametrize(("device", "implementation"), places(OP))
-@pytest.mark.parametrize("stops", [True, False])
-def test_contract(device: str, implementation: str, stops: bool) -> None:
+@pytest.mark.parametrize(("stops", "dtype"), [(True, torch.bfloat16), (True, torch.float16), (False, torch.float32)])
+def test_contract(device: str, implementation: str, stops: bool, dtype: torch.dtype) -> None:
     kwargs = {"stop_ids": torch.tensor([21, 3, -1], device=device)} if stops else {}
     with forced(implementation):
-        check_everything(OP, *arguments(dtype=torch.bfloat16 if stops else torch.float32, device=device), **kwargs)
+        check_everything(OP, *arguments(dtype=dtype, device=device), **kwargs)
 
 
 @pytest.mark.parametrize("device", DEVICES)

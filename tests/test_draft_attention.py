@@ -129,11 +129,12 @@ def test_scales_apply_to_any_cache(device: str, implementation: str) -> None:
 
 @everywhere
 @each_implementation
-@pytest.mark.parametrize("norm_dtype", [torch.float32, torch.bfloat16])
-def test_q_norm(device: str, implementation: str, norm_dtype: torch.dtype) -> None:
-    weight = random_tensor(HEAD_DIM, seed=5, dtype=norm_dtype, device=device)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("norm_in_fp32", [False, True])
+def test_q_norm(device: str, implementation: str, dtype: torch.dtype, norm_in_fp32: bool) -> None:
+    weight = random_tensor(HEAD_DIM, seed=5, dtype=torch.float32 if norm_in_fp32 else dtype, device=device)
     for eps in (1e-6, 0.5):
-        check_call(*problem([13, 7], dtype=torch.bfloat16, device=device, q_norm_weight=weight, q_norm_eps=eps),
+        check_call(*problem([13, 7], dtype=dtype, device=device, q_norm_weight=weight, q_norm_eps=eps),
                    implementation)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from gemm_cases import check_rows_alone
 from harness import (
     DEVICES,
     FLOATS,
@@ -78,19 +79,22 @@ def test_against_fp64(device: str, implementation: str, dtype: torch.dtype, lead
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("implementation", implementations(OP))
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_contract(device: str, dtype: torch.dtype) -> None:
-    check_everything(OP, *arguments(dtype=dtype, device=device))
-    check_everything(OP, *arguments(dtype=dtype, device=device, projected=True), scale=scales(dtype, device)[3])
+def test_contract(device: str, implementation: str, dtype: torch.dtype) -> None:
+    with forced(implementation):
+        check_everything(OP, *arguments(dtype=dtype, device=device))
+        check_everything(OP, *arguments(dtype=dtype, device=device, projected=True), scale=scales(dtype, device)[3])
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("implementation", implementations(OP))
-def test_norm_weight_may_be_fp32(device: str, implementation: str) -> None:
-    args = arguments(dtype=torch.bfloat16, device=device, norm_dtype=torch.float32)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norm_weight_may_be_fp32(device: str, implementation: str, dtype: torch.dtype) -> None:
+    args = arguments(dtype=dtype, device=device, norm_dtype=torch.float32)
     with forced(implementation):
         check_numerics(call(OP, *args), naive(*args), oracle(*args), atol=1e-6)
-    check_everything(OP, *args, scale=torch.ones(1, device=device))
+        check_everything(OP, *args, scale=torch.ones(1, device=device))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -124,9 +128,10 @@ def test_nothing_between_is_rounded(device: str, implementation: str, dtype: tor
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("implementation", implementations(OP))
-def test_offsets_beyond_int32(device: str, implementation: str) -> None:
-    args = arguments(out=3, dtype=torch.bfloat16, device=device)
-    buffer = torch.empty(2**31 + 64, dtype=torch.bfloat16, device=device)  # mostly never touched
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_offsets_beyond_int32(device: str, implementation: str, dtype: torch.dtype) -> None:
+    args = arguments(out=3, dtype=dtype, device=device)
+    buffer = torch.empty(2**31 + 64, dtype=dtype, device=device)  # mostly never touched
     for place in (0, 1, 4):
         far = buffer.as_strided(args[place].shape, (2**30, 1)).copy_(args[place])
         with forced(implementation):
@@ -135,6 +140,7 @@ def test_offsets_beyond_int32(device: str, implementation: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("implementation", implementations(OP))
+@pytest.mark.parametrize("dtype", FLOATS)
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(
     leading=st.lists(st.integers(0, 3), max_size=3),
@@ -143,10 +149,8 @@ def test_offsets_beyond_int32(device: str, implementation: str) -> None:
     broadcast=st.booleans(),
     projected=st.booleans(),
     seed=st.integers(0, 2**31),
-    dtype=st.sampled_from(FLOATS),
 )
-@example(leading=[2, 3], priority=[1, 0, 2], gaps=(1, 0), broadcast=False, projected=True, seed=1,
-         dtype=torch.float32)
+@example(leading=[2, 3], priority=[1, 0, 2], gaps=(1, 0), broadcast=False, projected=True, seed=1)
 def test_any_leading_shape_and_strides(device: str, implementation: str, leading: list[int], priority: list[int],
                                        gaps: tuple[int, int], broadcast: bool, projected: bool, seed: int,
                                        dtype: torch.dtype) -> None:
@@ -162,6 +166,17 @@ def test_any_leading_shape_and_strides(device: str, implementation: str, leading
     assert got.is_contiguous()
     plain = (far.contiguous(), weight, norm, eps, residual)
     check_numerics(got, naive(*plain, scale=scale), oracle(*plain, scale=scale), atol=1e-6)
+
+
+@pytest.mark.kernels_only
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("implementation", implementations(OP))
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_row_does_not_depend_on_the_batch(device: str, implementation: str, dtype: torch.dtype) -> None:
+    sizes = ((200, 72), (1024, 256), (2048, 256), (4096, 1024), (1000, 768))
+    for inner, out in sizes if device == "cuda" else sizes[:1]:
+        args = arguments((150,), inner, out, dtype, device)
+        check_rows_alone(OP, implementation, args, (0, 4))
 
 
 def test_compiled_equals_eager() -> None:

@@ -23,7 +23,16 @@ from harness import (
     random_tensor,
     to64,
 )
-from head_cases import INDICES, LargestFp32, assert_ids_near, assert_topk, check_reads_nothing, integers
+from head_cases import (
+    INDICES,
+    LargestFp32,
+    assert_ids_near,
+    assert_topk,
+    check_reads_nothing,
+    check_rows_alone,
+    exact_on_cpu,
+    integers,
+)
 
 from mtp_kernels import merge_topk, quantize_lm_head
 from mtp_kernels.reference.lm_head_topk import lm_head_topk as reference
@@ -109,10 +118,12 @@ def test_fp8_weight(device: str, implementation: str, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("implementation", implementations(OP))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("cuts", [[], [17], [1, 3], [20, 21, 22]])
 @pytest.mark.parametrize("quantized", [False, True])
-def test_shards_merge_to_the_whole(device: str, implementation: str, cuts: list[int], quantized: bool) -> None:
-    normed, weight, _ = arguments((2, 3), 32, 61, 1, torch.bfloat16, device)
+def test_shards_merge_to_the_whole(device: str, implementation: str, dtype: torch.dtype, cuts: list[int],
+                                   quantized: bool) -> None:
+    normed, weight, _ = arguments((2, 3), 32, 61, 1, dtype, device)
     weight, scale = quantize_lm_head(weight) if quantized else (weight, None)
     for k in (1, 4):
         edges = [0, *cuts, 61]
@@ -174,6 +185,14 @@ def test_nan_and_infinity(device: str, implementation: str, mapped: bool) -> Non
     assert (logprobs[2] == -torch.inf).all() and total[2] == -torch.inf
     assert nothing[1].tolist() == [lowest[:4]] * 4
     assert (nothing[0] == -torch.inf).all() and (nothing[2] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("implementation", implementations(OP))
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("k", [1, 5])
+def test_rows_alone(device: str, implementation: str, dtype: torch.dtype, k: int) -> None:
+    check_rows_alone(OP, implementation, *arguments((37,), 64, 300, k, dtype, device, exact_on_cpu(device)))
 
 
 @pytest.mark.parametrize("rows_at_a_time", [1, 3, 16, 39])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from gemm_cases import check_rows_alone
 from harness import (
     DEVICES,
     FLOATS,
@@ -69,18 +70,21 @@ def test_against_fp64(device: str, implementation: str, dtype: torch.dtype, lead
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("implementation", implementations(OP))
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_contract(device: str, dtype: torch.dtype) -> None:
-    check_everything(OP, *arguments(dtype=dtype, device=device))
+def test_contract(device: str, implementation: str, dtype: torch.dtype) -> None:
+    with forced(implementation):
+        check_everything(OP, *arguments(dtype=dtype, device=device))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("implementation", implementations(OP))
-def test_norm_weight_may_be_fp32(device: str, implementation: str) -> None:
-    args = arguments(dtype=torch.bfloat16, device=device, norm_dtype=torch.float32)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norm_weight_may_be_fp32(device: str, implementation: str, dtype: torch.dtype) -> None:
+    args = arguments(dtype=dtype, device=device, norm_dtype=torch.float32)
     with forced(implementation):
         check_numerics(call(OP, *args), naive(*args), oracle(*args), atol=1e-6)
-    check_everything(OP, *args)
+        check_everything(OP, *args)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -116,9 +120,10 @@ def test_zero_rows_stay_zero(device: str, implementation: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("implementation", implementations(OP))
-def test_offsets_beyond_int32(device: str, implementation: str) -> None:
-    x, norm, eps, weight = arguments(intermediate=2, dtype=torch.bfloat16, device=device)
-    buffer = torch.empty(2**31 + 64, dtype=torch.bfloat16, device=device)  # mostly never touched
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_offsets_beyond_int32(device: str, implementation: str, dtype: torch.dtype) -> None:
+    x, norm, eps, weight = arguments(intermediate=2, dtype=dtype, device=device)
+    buffer = torch.empty(2**31 + 64, dtype=dtype, device=device)  # mostly never touched
     far_x = buffer.as_strided(x.shape, (2**30, 1)).copy_(x)
     with forced(implementation):
         expected = call(OP, x, norm, eps, weight)
@@ -129,6 +134,7 @@ def test_offsets_beyond_int32(device: str, implementation: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("implementation", implementations(OP))
+@pytest.mark.parametrize("dtype", FLOATS)
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(
     leading=st.lists(st.integers(0, 3), max_size=3),
@@ -136,9 +142,8 @@ def test_offsets_beyond_int32(device: str, implementation: str) -> None:
     gap=st.integers(0, 3),
     broadcast=st.booleans(),
     seed=st.integers(0, 2**31),
-    dtype=st.sampled_from(FLOATS),
 )
-@example(leading=[2, 3], priority=[1, 0, 2], gap=1, broadcast=False, seed=1, dtype=torch.float32)
+@example(leading=[2, 3], priority=[1, 0, 2], gap=1, broadcast=False, seed=1)
 def test_any_leading_shape_and_strides(device: str, implementation: str, leading: list[int], priority: list[int],
                                        gap: int, broadcast: bool, seed: int, dtype: torch.dtype) -> None:
     x, norm, eps, weight = arguments(tuple(leading), dtype=dtype, device=device, seed=seed)
@@ -151,6 +156,17 @@ def test_any_leading_shape_and_strides(device: str, implementation: str, leading
     assert got.is_contiguous()
     plain = (far.contiguous(), norm, eps, weight)
     check_numerics(got, naive(*plain), oracle(*plain), atol=1e-6)
+
+
+@pytest.mark.kernels_only
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("implementation", implementations(OP))
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_row_does_not_depend_on_the_batch(device: str, implementation: str, dtype: torch.dtype) -> None:
+    sizes = ((72, 40), (256, 2048), (256, 1000), (768, 200), (1024, 8192))
+    for inner, intermediate in sizes if device == "cuda" else sizes[:1]:
+        args = arguments((150,), inner, intermediate, dtype, device)
+        check_rows_alone(OP, implementation, args, (0,))
 
 
 def test_compiled_equals_eager() -> None:

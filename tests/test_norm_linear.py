@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from gemm_cases import check_rows_alone
 from harness import (
     DEVICES,
     FLOATS,
@@ -55,13 +56,30 @@ def test_against_fp64(device: str, implementation: str, dtype: torch.dtype, lead
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("implementation", implementations(OP))
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_contract(device: str, dtype: torch.dtype) -> None:
-    check_everything(OP, *arguments(dtype=dtype, device=device))
+def test_contract(device: str, implementation: str, dtype: torch.dtype) -> None:
+    with forced(implementation):
+        check_everything(OP, *arguments(dtype=dtype, device=device))
 
 
-def test_norm_weight_may_be_fp32() -> None:
-    check_everything(OP, *arguments(dtype=torch.bfloat16, norm_dtype=torch.float32))
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("implementation", implementations(OP))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norm_weight_may_be_fp32(device: str, implementation: str, dtype: torch.dtype) -> None:
+    with forced(implementation):
+        check_everything(OP, *arguments(dtype=dtype, device=device, norm_dtype=torch.float32))
+
+
+@pytest.mark.kernels_only
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("implementation", implementations(OP))
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_row_does_not_depend_on_the_batch(device: str, implementation: str, dtype: torch.dtype) -> None:
+    sizes = ((72, 40), (256, 2048), (256, 1000), (768, 200), (1024, 8192))
+    for inner, out in sizes if device == "cuda" else sizes[:1]:
+        args = arguments((150,), inner, out, dtype, device)
+        check_rows_alone(OP, implementation, args, (0,))
 
 
 def test_errors() -> None:

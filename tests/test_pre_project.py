@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from gemm_cases import check_rows_alone
 from harness import (
     DEVICES,
     FLOATS,
@@ -106,13 +107,15 @@ def test_row_index(device: str, implementation: str, dtype: torch.dtype, index: 
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("implementation", implementations(OP))
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_contract(device: str, dtype: torch.dtype) -> None:
+def test_contract(device: str, implementation: str, dtype: torch.dtype) -> None:
     args = arguments(dtype=dtype, device=device)
     row = torch.tensor([[2, 0, 0], [1, 1, 2]], dtype=torch.int32, device=device)
-    check_everything(OP, *args)
-    check_everything(OP, *args, row_index=row, vocab_start=7)
-    check_everything(OP, *args[:3], None, args[4])
+    with forced(implementation):
+        check_everything(OP, *args)
+        check_everything(OP, *args, row_index=row, vocab_start=7)
+        check_everything(OP, *args[:3], None, args[4])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -210,8 +213,9 @@ def test_shards_of_the_vocabulary_add_up(device: str, implementation: str, dtype
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("implementation", implementations(OP))
-def test_only_the_wanted_rows_of_the_table_are_read(device: str, implementation: str) -> None:
-    _, embed, scale, state, weight = arguments(1, 3, dtype=torch.bfloat16, device=device)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_only_the_wanted_rows_of_the_table_are_read(device: str, implementation: str, dtype: torch.dtype) -> None:
+    _, embed, scale, state, weight = arguments(1, 3, dtype=dtype, device=device)
     endless = embed[:1].expand(2**40, 24)  # anything that widens or copies this table runs out of memory
     ids = torch.tensor([[0, 2**40 - 1, 2**35 + 1]], device=device)
     with forced(implementation):
@@ -221,9 +225,10 @@ def test_only_the_wanted_rows_of_the_table_are_read(device: str, implementation:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("implementation", implementations(OP))
-def test_offsets_beyond_int32(device: str, implementation: str) -> None:
-    args = arguments(2, 3, vocab=4, hidden=3, dtype=torch.bfloat16, device=device)
-    buffer = torch.empty(2**31 + 2**20, dtype=torch.bfloat16, device=device)  # mostly never touched
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_offsets_beyond_int32(device: str, implementation: str, dtype: torch.dtype) -> None:
+    args = arguments(2, 3, vocab=4, hidden=3, dtype=dtype, device=device)
+    buffer = torch.empty(2**31 + 2**20, dtype=dtype, device=device)  # mostly never touched
     for place, tensor in ((1, args[1]), (3, args[3]), (4, args[4])):
         stride = 2**31 // (tensor.size(0) - 1)
         strides = (stride, 512, 1) if tensor.dim() == 3 else (stride, 1)
@@ -234,6 +239,7 @@ def test_offsets_beyond_int32(device: str, implementation: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("implementation", implementations(OP))
+@pytest.mark.parametrize("dtype", FLOATS)
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(
     sizes=st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(1, 3)),
@@ -241,7 +247,6 @@ def test_offsets_beyond_int32(device: str, implementation: str) -> None:
     gap=st.integers(0, 3),
     start=st.integers(0, 60),
     seed=st.integers(0, 2**31),
-    dtype=st.sampled_from(FLOATS),
     index=st.sampled_from([torch.int32, torch.int64]),
     with_state=st.booleans(),
 )
@@ -260,6 +265,17 @@ def test_any_shape_and_strides(device: str, implementation: str, sizes: tuple[in
         got = call(OP, *far, row_index=restrided(row, priority, gap), vocab_start=start)
     kwargs: Any = {"row_index": row, "vocab_start": start}
     check_numerics(got, naive(*args, **kwargs), oracle(*args, **kwargs), atol=1e-6)
+
+
+@pytest.mark.kernels_only
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("implementation", implementations(OP))
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_row_does_not_depend_on_the_batch(device: str, implementation: str, dtype: torch.dtype) -> None:
+    sizes = ((72, 40), (1536, 256), (2560, 256), (2816, 1024), (1000, 768))
+    for backbone, hidden in sizes if device == "cuda" else sizes[:1]:
+        args = arguments(150, 1, backbone, hidden, dtype=dtype, device=device)
+        check_rows_alone(OP, implementation, args, (0, 3))
 
 
 def test_compiled_equals_eager() -> None:

@@ -231,6 +231,29 @@ def test_place_does_not_matter(device: str, implementation: str, index: torch.dt
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("implementation", implementations(OP))
+@pytest.mark.parametrize("m", [40, 4096, 5000])
+def test_long_rows_and_their_place(device: str, implementation: str, m: int) -> None:
+    """Rows of one piece and of several: the reference's draw, and from a kernel the same bits alone or permuted."""
+    logits, temperature, seed, offset = arguments(3, m, device=device)
+    logits[1, 7], logits[1, m - 2], temperature[2] = torch.nan, -torch.inf, 0.0
+    columns = torch.randperm(m, generator=torch.Generator().manual_seed(2)).to(device)
+    with forced(implementation):
+        ids, logprobs = call(OP, logits, temperature, seed, offset)
+        moved = call(OP, logits[:, columns], temperature, seed, offset, token_ids=columns)
+        alone = [call(OP, *(t[r : r + 1] for t in (logits, temperature, seed, offset))) for r in range(3)]
+    expected = reference(logits, temperature, seed, offset)
+    assert ids.tolist() == expected[0].tolist()
+    torch.testing.assert_close(logprobs, expected[1], rtol=1e-6, atol=1e-6)
+    for other in (moved, tuple(map(torch.cat, zip(*alone)))):
+        assert other[0].tolist() == ids.tolist()
+        if implementation == "reference":
+            torch.testing.assert_close(other[1], logprobs, rtol=1e-6, atol=1e-6)
+        else:
+            assert_same_bits(other[1], logprobs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("implementation", implementations(OP))
 def test_one_seed_for_all_rows(device: str, implementation: str) -> None:
     """[1] means the same for every row: equal rows with one seed and one offset draw the same token."""
     logits = ROW.to(device).expand(6, -1)

@@ -68,7 +68,7 @@ def expected(roots: Tensor, scores: Tensor, ids: Tensor, parents: Tensor, positi
 @pytest.mark.parametrize(
     ("batch", "num_nodes", "steps", "topk"),
     [(1, 1, 1, 1), (2, 2, 1, 1), (3, 5, 4, 1), (2, 16, 4, 4), (1, 53, 4, 4), (5, 7, 3, 2), (0, 4, 2, 2), (2, 1, 2, 3),
-     (1, 129, 3, 8), (1, 33, 32, 1)],
+     (1, 129, 3, 8), (1, 33, 32, 1), (2, 60, 6, 8)],
 )
 def test_against_plain_python(device: str, implementation: str, batch: int, num_nodes: int, steps: int, topk: int
                               ) -> None:

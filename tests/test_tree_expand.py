@@ -65,7 +65,8 @@ def expected(*args: Any, scores: Tensor | None = None, frontier: Tensor | None =
 
 @pytest.mark.parametrize(("device", "implementation"), places(OP))
 @pytest.mark.parametrize(("ids", "index"), [(i, j) for i in INDICES for j in INDICES])
-@pytest.mark.parametrize(("batch", "rows", "k"), [(1, 1, 1), (2, 3, 3), (5, 1, 4), (1, 7, 2), (2, 8, 8), (0, 2, 2)])
+@pytest.mark.parametrize(("batch", "rows", "k"), [(1, 1, 1), (2, 3, 3), (5, 1, 4), (1, 7, 2), (2, 8, 8), (0, 2, 2),
+                                                (1, 9, 11)])
 def test_against_plain_python(device: str, implementation: str, ids: torch.dtype, index: torch.dtype, batch: int,
                               rows: int, k: int) -> None:
     args, kwargs = arguments(batch, rows, k, device, ids, index)

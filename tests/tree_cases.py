@@ -32,6 +32,11 @@ def places(op: str) -> list[tuple[str, str]]:
     return found
 
 
+def interpreted(device: str, implementation: str) -> bool:
+    """Whether this is Triton's interpreter, which takes milliseconds a program."""
+    return (device, implementation) == ("cpu", "triton")
+
+
 def on(device: str, *values: Any, dtype: torch.dtype | None = None) -> tuple[Any, ...]:
     """Tensors of lists, on the device; what is a tensor already only moves, the rest stays."""
     made = [torch.tensor(v, dtype=dtype or torch.int64) if isinstance(v, list) else v for v in values]

@@ -1,1 +1,1 @@
-"""Triton kernels, one file an op; imported only when a kernel is first needed. No op has one yet."""
+"""Triton kernels, one file an op: what a GPU runs. Imported at the first call of an op on a GPU."""

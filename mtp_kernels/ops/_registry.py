@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _native
+from .. import _native, _triton
 from ._checks import ImplementationError, check_device, check_dtype, check_shape, fail, show_shape
 from ._contents import debug_enabled
 from ._overlap import overlaps
@@ -108,6 +108,22 @@ def register(
 def cpp_kernel(name: str, serves: Callable[..., str] | None = None) -> Kernel:
     """The C++ kernel `mtp_cpu::<name>` of the CPU library; its schema is the public op's."""
     return Kernel("cpu", ("cpu",), lambda: _native.cpu_op(name), serves or (lambda *args, **kwargs: ""))
+
+
+def triton_kernel(name: str, serves: Callable[..., str] | None = None) -> Kernel:
+    """The Triton kernel of an op, in triton_ops/<name>.py, with the public op's arguments.
+
+    It runs on CUDA; in Triton's interpreter on the CPU instead, bf16 excepted, which that computes wrongly.
+    """
+
+    def decide(*args: Any, **kwargs: Any) -> str:
+        tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+        if _triton.interpreting() and any(t.dtype == torch.bfloat16 for t in tensors):
+            return "Triton's interpreter computes bf16 wrongly"
+        return serves(*args, **kwargs) if serves else ""
+
+    devices = ("cuda", "cpu") if _triton.interpreting() else ("cuda",)
+    return Kernel("triton", devices, lambda: _triton.triton_op(name), decide)
 
 
 def choose(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Callable[..., Any]]:

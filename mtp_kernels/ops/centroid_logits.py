@@ -18,7 +18,7 @@ from ._checks import (
     require,
 )
 from ._contents import check_contents_finite, check_contents_range
-from ._registry import Spec, register
+from ._registry import Spec, register, triton_kernel
 
 NAME = "centroid_logits"
 SCHEMA = """centroid_logits(Tensor normed, Tensor centroid_weight, Tensor token_ordering, Tensor lm_head_weight,
@@ -146,4 +146,18 @@ def check_head_contents(
     check_contents_finite(op, normed=normed, centroid_weight=centroid_weight, lm_head_weight=lm_head_weight)
 
 
-register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents)
+def serves(
+    normed: Tensor, centroid_weight: Tensor, token_ordering: Tensor, *args: object, **options: object
+) -> str:
+    """Why the Triton kernels do not serve these arguments, or "": those of `centroid_topk` too."""
+    if normed.dim() > 4:
+        return f"normed has {normed.dim() - 1} leading dimensions, more than 3"
+    if centroid_weight.size(0) > 2**17:
+        return f"{centroid_weight.size(0)} centroids, more than 2^17"
+    if token_ordering.size(0) >= 2**31:
+        return f"a vocabulary of {token_ordering.size(0)}, more than 2^31 - 1"
+    return "normed has no columns" if normed.size(-1) == 0 else ""
+
+
+register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents,
+         kernels=(triton_kernel(NAME, serves),))

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from ..reference.centroid_topk import centroid_topk as reference
 from ._checks import check_range
-from ._registry import Spec, register
+from ._registry import Spec, register, triton_kernel
 from .centroid_logits import check_head, check_head_contents
+from .centroid_logits import serves as serves_head
 
 NAME = "centroid_topk"
 SCHEMA = """centroid_topk(Tensor normed, Tensor centroid_weight, Tensor token_ordering, Tensor lm_head_weight,
@@ -104,4 +105,16 @@ def contents(
     check_head_contents(NAME, normed, centroid_weight, token_ordering, lm_head_weight)
 
 
-register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents)
+def serves(
+    normed: Tensor, centroid_weight: Tensor, token_ordering: Tensor, lm_head_weight: Tensor, num_active: int, k: int,
+    **options: object
+) -> str:
+    """Why the Triton kernels do not serve these arguments, or ""."""
+    pieces = -(-token_ordering.size(0) // centroid_weight.size(0) // 64)  # one program each; the last one holds all
+    if num_active * pieces * min(k, 64) > 2**14:
+        return f"{num_active} active centroids in {pieces} pieces each, and k = {k}: their product is above 2^14"
+    return serves_head(normed, centroid_weight, token_ordering)
+
+
+register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents,
+         kernels=(triton_kernel(NAME, serves),))

@@ -17,9 +17,10 @@ from ._checks import (
     show_shape,
 )
 from ._contents import check_contents, check_contents_range
-from ._registry import Spec, cpp_kernel, register
+from ._registry import Spec, cpp_kernel, register, triton_kernel
 
 NAME = "commit"
+MAX_WIDTH = 1024  # columns of accept_ids, of the Triton kernel, whose program holds all of them at once
 SCHEMA = """commit(Tensor accept_index, Tensor num_accepted, Tensor accept_ids, Tensor target_hidden, *,
     Tensor? stop_ids=None) -> (Tensor output_ids, Tensor num_output, Tensor finished, Tensor seed_ids,
     Tensor seed_state)"""
@@ -117,4 +118,16 @@ def contents(
     check_contents(NAME, "target_hidden", target_hidden, ~torch.isfinite(target_hidden) & read, "a finite value")
 
 
-register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents, kernels=(cpp_kernel(NAME),))
+def serves(
+    accept_index: Tensor, num_accepted: Tensor, accept_ids: Tensor, target_hidden: Tensor, *,
+    stop_ids: Tensor | None = None
+) -> str:
+    """Why the Triton kernel does not take these arguments; "" if it does."""
+    width = accept_index.size(1)
+    return "" if width <= MAX_WIDTH else f"accept_index has {width} columns: at most {MAX_WIDTH}"
+
+
+register(
+    SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents,
+    kernels=(triton_kernel(NAME, serves), cpp_kernel(NAME)),
+)

@@ -28,7 +28,7 @@ from ._checks import (
 )
 from ._contents import check_contents_finite
 from ._paged_kv import check_caches, check_table, check_table_contents, check_visible_finite
-from ._registry import Spec, register
+from ._registry import Spec, register, triton_kernel
 
 NAME = "draft_attention"
 SCHEMA = (
@@ -235,4 +235,20 @@ def supports(
     return ""
 
 
-register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents, supports=supports)
+def triton_serves(q: Tensor, k_cache: Tensor, *args: Any, **kwargs: Any) -> str:
+    """Why the Triton kernel does not serve these arguments, or ""."""
+    head_dim, group = q.size(3), q.size(2) // k_cache.size(2)
+    if head_dim not in (64, 128, 256, 512):
+        return f"head_dim {head_dim} is not 64, 128, 256 or 512"
+    return f"{group} query heads a KV head are more than 64" if group > 64 else ""
+
+
+register(
+    SCHEMA,
+    check=check,
+    outputs=outputs,
+    reference=reference,
+    contents=contents,
+    supports=supports,
+    kernels=(triton_kernel(NAME, triton_serves),),
+)

@@ -17,9 +17,10 @@ from ._checks import (
     show_shape,
 )
 from ._contents import check_contents_finite
-from ._registry import Spec, register
+from ._registry import Spec, register, triton_kernel
 
 NAME = "linear_norm_add"
+MAX_COLUMNS = 32768  # that the Triton kernel norms: a block holds a row
 SCHEMA = (
     "linear_norm_add(Tensor x, Tensor? weight, Tensor norm_weight, float eps, Tensor residual, *, "
     "Tensor? scale=None) -> Tensor"
@@ -87,4 +88,16 @@ def contents(
     check_contents_finite(NAME, x=x, weight=weight, norm_weight=norm_weight, residual=residual, scale=scale)
 
 
-register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents)
+def serves(
+    x: Tensor, weight: Tensor | None, norm_weight: Tensor, eps: float, residual: Tensor, *, scale: Tensor | None = None
+) -> str:
+    """Why the Triton kernel does not serve these arguments, or ""."""
+    if x.dim() > 4:
+        return f"x has {x.dim() - 1} leading dimensions, more than 3"
+    if norm_weight.size(0) > MAX_COLUMNS:
+        return f"a row of {norm_weight.size(0)} columns, more than {MAX_COLUMNS}, in one block"
+    return "x has no columns" if x.size(-1) == 0 else ""
+
+
+register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents,
+         kernels=(triton_kernel(NAME, serves),))

@@ -24,7 +24,7 @@ from ._checks import (
     show_shape,
 )
 from ._contents import check_contents, check_contents_finite
-from ._registry import Spec, register
+from ._registry import Spec, register, triton_kernel
 
 NAME = "lm_head_topk"
 SCHEMA = """lm_head_topk(Tensor normed, Tensor weight, SymInt k, *, Tensor? weight_scale=None, Tensor? token_map=None,
@@ -151,4 +151,16 @@ def contents(
     check_contents_finite(NAME, normed=normed, weight=weight, weight_scale=weight_scale)
 
 
-register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents)
+def serves(normed: Tensor, weight: Tensor, k: int, **options: object) -> str:
+    """Why the Triton kernel does not serve these arguments, or ""."""
+    if normed.dim() > 4:
+        return f"normed has {normed.dim() - 1} leading dimensions, more than 3"
+    if k > 128:
+        return f"k is {k}, more than 128: it reads the weight once for every 8"
+    if weight.size(0) > 2**22:
+        return f"weight has {weight.size(0)} rows, more than 2^22"
+    return "normed has no columns" if normed.size(-1) == 0 else ""
+
+
+register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents,
+         kernels=(triton_kernel(NAME, serves),))

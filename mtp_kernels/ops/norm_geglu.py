@@ -16,7 +16,7 @@ from ._checks import (
     require,
 )
 from ._contents import check_contents_finite
-from ._registry import Spec, register
+from ._registry import Spec, register, triton_kernel
 
 NAME = "norm_geglu"
 SCHEMA = "norm_geglu(Tensor x, Tensor norm_weight, float eps, Tensor gate_up_weight) -> Tensor"
@@ -68,4 +68,12 @@ def contents(x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor)
     check_contents_finite(NAME, x=x, norm_weight=norm_weight, gate_up_weight=gate_up_weight)
 
 
-register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents)
+def serves(x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor) -> str:
+    """Why the Triton kernel does not serve these arguments, or ""."""
+    if x.dim() > 4:
+        return f"x has {x.dim() - 1} leading dimensions, more than 3"
+    return "x has no columns" if x.size(-1) == 0 else ""
+
+
+register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents,
+         kernels=(triton_kernel(NAME, serves),))

@@ -15,7 +15,7 @@ from ._checks import (
     check_shape,
 )
 from ._contents import check_contents_finite
-from ._registry import Spec, register
+from ._registry import Spec, register, triton_kernel
 
 NAME = "norm_linear"
 SCHEMA = "norm_linear(Tensor x, Tensor norm_weight, float eps, Tensor weight) -> Tensor"
@@ -62,4 +62,12 @@ def contents(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> None
     check_contents_finite(NAME, x=x, norm_weight=norm_weight, weight=weight)
 
 
-register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents)
+def serves(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> str:
+    """Why the Triton kernel does not serve these arguments, or ""."""
+    if x.dim() > 4:
+        return f"x has {x.dim() - 1} leading dimensions, more than 3"
+    return "x has no columns" if x.size(-1) == 0 else ""
+
+
+register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents,
+         kernels=(triton_kernel(NAME, serves),))

@@ -18,7 +18,7 @@ from ._checks import (
     fail,
 )
 from ._contents import check_contents, check_contents_finite, check_contents_range
-from ._registry import Spec, register
+from ._registry import Spec, register, triton_kernel
 
 NAME = "pre_project"
 SCHEMA = (
@@ -134,4 +134,19 @@ def contents(
     check_contents_finite(NAME, state=state, weight=weight)
 
 
-register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents)
+def serves(
+    token_ids: Tensor,
+    embed_weight: Tensor,
+    embed_scale: float,
+    state: Tensor | None,
+    weight: Tensor,
+    *,
+    row_index: Tensor | None = None,
+    vocab_start: int = 0,
+) -> str:
+    """Why the Triton kernel does not serve these arguments, or ""."""
+    return "embed_weight has no columns" if embed_weight.size(1) == 0 else ""
+
+
+register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents,
+         kernels=(triton_kernel(NAME, serves),))

@@ -18,7 +18,7 @@ from ._checks import (
     show_shape,
 )
 from ._contents import check_contents
-from ._registry import Spec, register
+from ._registry import Spec, register, triton_kernel
 
 NAME = "sample_logits"
 SCHEMA = """sample_logits(Tensor logits, Tensor temperature, Tensor seed, Tensor offset, *,
@@ -106,4 +106,10 @@ def contents(
         check_contents(NAME, "token_ids", token_ids, token_ids < 0, "a token id of at least 0")
 
 
-register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents)
+def serves(logits: Tensor, *args: object, **options: object) -> str:
+    """Why the Triton kernels do not serve these arguments, or ""."""
+    return f"logits has {logits.size(1)} columns, more than 2^22" if logits.size(1) > 2**22 else ""
+
+
+register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents,
+         kernels=(triton_kernel(NAME, serves),))

@@ -17,9 +17,10 @@ from ._checks import (
     show_shape,
 )
 from ._contents import check_contents
-from ._registry import Spec, cpp_kernel, register
+from ._registry import Spec, cpp_kernel, register, triton_kernel
 
 NAME = "tree_build"
+MAX_CANDIDATES, MAX_NODES = 4096, 1024  # a request, of the Triton kernel, whose program holds all of them at once
 SCHEMA = """tree_build(Tensor root_ids, Tensor cand_scores, Tensor cand_ids, Tensor cand_parent, Tensor root_positions,
     SymInt num_draft_tokens) -> (Tensor draft_ids, Tensor draft_positions, Tensor parents, Tensor selected,
     Tensor tree_mask, Tensor retrieve_index, Tensor retrieve_next_token, Tensor retrieve_next_sibling)"""
@@ -121,4 +122,18 @@ def contents(
     check_contents(NAME, "root_positions", root_positions, root_positions < 0, "at least 0")
 
 
-register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents, kernels=(cpp_kernel(NAME),))
+def serves(
+    root_ids: Tensor, cand_scores: Tensor, cand_ids: Tensor, cand_parent: Tensor, root_positions: Tensor,
+    num_draft_tokens: int
+) -> str:
+    """Why the Triton kernel does not take these arguments; "" if it does."""
+    candidates = cand_scores.size(1)
+    if candidates > MAX_CANDIDATES:
+        return f"{candidates} candidates a request: at most {MAX_CANDIDATES}"
+    return "" if num_draft_tokens <= MAX_NODES else f"num_draft_tokens is {num_draft_tokens}: at most {MAX_NODES}"
+
+
+register(
+    SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents,
+    kernels=(triton_kernel(NAME, serves), cpp_kernel(NAME)),
+)

@@ -19,9 +19,10 @@ from ._checks import (
     show_shape,
 )
 from ._contents import check_contents, check_contents_range
-from ._registry import Spec, cpp_kernel, register
+from ._registry import Spec, cpp_kernel, register, triton_kernel
 
 NAME = "tree_expand"
+MAX_CANDIDATES = 4096  # a request, of the Triton kernel, which compares all of them in pairs
 SCHEMA = """tree_expand(Tensor logprobs, Tensor token_ids, SymInt cand_offset, *, Tensor? scores=None,
     Tensor? frontier=None) -> (Tensor next_ids, Tensor row_index, Tensor next_scores, Tensor next_frontier,
     Tensor cand_scores, Tensor cand_parent)"""
@@ -117,4 +118,16 @@ def contents(
     check_contents_range(NAME, "frontier", frontier, -1, cand_offset - 1, f"cand_offset is {cand_offset}")
 
 
-register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents, kernels=(cpp_kernel(NAME),))
+def serves(
+    logprobs: Tensor, token_ids: Tensor, cand_offset: int, *, scores: Tensor | None = None,
+    frontier: Tensor | None = None
+) -> str:
+    """Why the Triton kernel does not take these arguments; "" if it does."""
+    candidates = logprobs.size(1) * logprobs.size(2)
+    return "" if candidates <= MAX_CANDIDATES else f"{candidates} candidates a request: at most {MAX_CANDIDATES}"
+
+
+register(
+    SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents,
+    kernels=(triton_kernel(NAME, serves), cpp_kernel(NAME)),
+)

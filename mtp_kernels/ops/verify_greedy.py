@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..reference.verify_greedy import verify_greedy as reference
 from ._checks import check_device, check_index, check_last_contiguous
-from ._registry import Spec, cpp_kernel, register
+from ._registry import Spec, cpp_kernel, register, triton_kernel
 from ._tree_checks import check_draft, check_draft_contents, check_target_rows
 
 NAME = "verify_greedy"
@@ -87,4 +87,7 @@ def contents(
     )
 
 
-register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents, kernels=(cpp_kernel(NAME),))
+register(
+    SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents,
+    kernels=(triton_kernel(NAME), cpp_kernel(NAME)),
+)

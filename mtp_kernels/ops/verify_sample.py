@@ -8,10 +8,12 @@ from torch import Tensor
 from ..reference.verify_sample import verify_sample as reference
 from ._checks import check_device, check_dtype, check_float, check_last_contiguous, check_shape, require, show_shape
 from ._contents import check_contents
-from ._registry import Spec, register
+from ._registry import Spec, register, triton_kernel
 from ._tree_checks import check_draft, check_draft_contents, check_target_rows
 
 NAME = "verify_sample"
+MAX_NODES = 1024  # draft tokens a request, of the Triton kernel, whose programs hold the tokens of all of them
+MAX_VOCAB = 2**26  # its chunks are the second dimension of a grid
 SCHEMA = """verify_sample(Tensor draft_ids, Tensor retrieve_index, Tensor retrieve_next_token,
     Tensor retrieve_next_sibling, Tensor target_probs, Tensor uniform, Tensor uniform_final, SymInt max_depth, *,
     Tensor? draft_probs=None) -> (Tensor accept_index, Tensor num_accepted, Tensor accept_ids)"""
@@ -129,4 +131,18 @@ def contents(
         check_contents(NAME, name, numbers, ~((numbers >= 0) & (numbers < 1)), "a number in [0, 1)")
 
 
-register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents)
+def serves(
+    draft_ids: Tensor, retrieve_index: Tensor, retrieve_next_token: Tensor, retrieve_next_sibling: Tensor,
+    target_probs: Tensor, uniform: Tensor, uniform_final: Tensor, max_depth: int, *, draft_probs: Tensor | None = None
+) -> str:
+    """Why the Triton kernel does not take these arguments; "" if it does."""
+    num_nodes, vocab = draft_ids.size(1), target_probs.size(-1)
+    if num_nodes > MAX_NODES:
+        return f"draft_ids has {num_nodes} nodes: at most {MAX_NODES}"
+    return "" if vocab <= MAX_VOCAB else f"target_probs has {vocab} columns: at most {MAX_VOCAB}"
+
+
+register(
+    SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents,
+    kernels=(triton_kernel(NAME, serves),),
+)

@@ -1,0 +1,236 @@
+"""CapturedDraft: draft() in CUDA graphs, one a bucket of batch size and depth, over buffers that stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .draft import DraftTree, draft
+from .kv_view import KVView
+from .ops._checks import check_device, check_dtype, check_index, check_range, check_shape, fail, require
+from .weights import AssistantWeights
+
+WHERE = "CapturedDraft"
+WARM_UPS = 2  # runs before a capture: kernels compile in the first
+
+
+@dataclass(frozen=True)
+class DraftBuffers:
+    """What a replay reads, of max_batch requests; row b belongs to request b. The caller writes here before it.
+
+    Of each layer type: its page table, with -1 where nothing was written, and the committed length.
+    """
+
+    seed_ids: Tensor  # [max_batch] int64
+    seed_state: Tensor  # [max_batch, backbone]
+    positions: Tensor  # [max_batch] int64, of the draft queries
+    root_positions: Tensor  # [max_batch] int64, of the target
+    block_tables: dict[str, Tensor]  # [max_batch, max_pages] int32
+    seq_lens: dict[str, Tensor]  # [max_batch] int32
+
+
+class CapturedDraft:
+    """A whole round, from seeds to draft tree, as one CUDA graph launch.
+
+    A graph is captured for each bucket of batch size (1, 2, 4, ... and max_batch) and each number of steps. A batch
+    runs in the smallest bucket that holds it; the rows behind it have length 0, read no page, and change nothing.
+    Nothing is copied to the host and nothing synchronises. Results equal those of draft() on the same buffers.
+
+    On a CPU, which has no graphs, draft() runs on the buffers of the batch.
+
+    Args:
+        weights: the assistant.
+        kv: one view of the target's cache a layer type. Its caches, window, scales and the width of its table are
+            captured (so the caches must stay where they are), and its max_seq_len, which every replay must keep; its
+            table and lengths are not read.
+        max_batch: requests at most.
+        num_steps: depth of the draft, or several to choose from at each replay.
+        topk, num_draft_tokens: as for draft().
+        root_positions: False for a chain that needs no draft_positions.
+
+    Raises:
+        ArgumentError: as draft() does, and for a view with kv_indptr, whose capacity a graph cannot know.
+
+    >>> from mtp_kernels import AssistantWeights, KVView
+    >>> weights = AssistantWeights.synthetic("tiny", dtype=torch.float32)
+    >>> def view(layer_type, window_left):
+    ...     heads, dim = weights.config.kv_shape(layer_type)
+    ...     k, v = torch.randn(2, 12, 4, heads, dim).unbind()  # [num_pages, page_size, num_kv_heads, head_dim]
+    ...     return KVView.paged(k, v, torch.zeros(1, 6, dtype=torch.int32), torch.tensor([0]), window_left)
+    >>> kv = {"sliding_attention": view("sliding_attention", 7), "full_attention": view("full_attention", -1)}
+    >>> runner = CapturedDraft(weights, kv, max_batch=4, num_steps=3)
+    >>> for layer_type in kv:
+    ...     runner.buffers.block_tables[layer_type][:2] = torch.arange(12).view(2, 6)
+    ...     runner.buffers.seq_lens[layer_type][:2] = torch.tensor([21, 9])
+    >>> runner.buffers.seed_ids[:2] = torch.tensor([5, 9])
+    >>> runner.replay(2).draft_ids.shape
+    torch.Size([2, 4])
+    """
+
+    def __init__(
+        self,
+        weights: AssistantWeights,
+        kv: Mapping[str, KVView],
+        max_batch: int = 64,
+        num_steps: int | Sequence[int] = 4,
+        topk: int = 1,
+        num_draft_tokens: int | None = None,
+        root_positions: bool = True,
+    ) -> None:
+        check_range(WHERE, "max_batch", max_batch, 1)
+        depths = (num_steps,) if isinstance(num_steps, int) else tuple(num_steps)
+        require(len(depths) > 0, WHERE, "num_steps", "at least one number", "none")
+        self.weights, self.max_batch, self.num_steps = weights, max_batch, depths
+        self.topk, self.num_draft_tokens = topk, num_draft_tokens
+        self._with_roots = root_positions or topk > 1
+        self._views = {name: _checked(name, view) for name, view in kv.items()}
+        self.buffers = _make_buffers(weights, self._views, max_batch)
+        self.batch_sizes = _buckets(max_batch)
+        self._graphs: dict[tuple[int, int], Callable[[], DraftTree]] = {}
+        pool = torch.cuda.graph_pool_handle() if weights.device.type == "cuda" else None
+        for depth in depths:
+            for size in reversed(self.batch_sizes):  # the largest first: the others fit into its memory
+                self._graphs[size, depth] = self._capture(size, depth, pool)
+
+    def replay(self, batch: int, num_steps: int | None = None) -> DraftTree:
+        """Draft for the first `batch` requests of the buffers; the results are views that the next replay overwrites.
+
+        Args:
+            batch: requests, 0 to max_batch.
+            num_steps: one of the captured depths; None for the first.
+        """
+        depth = self.num_steps[0] if num_steps is None else num_steps
+        require(depth in self.num_steps, WHERE, "num_steps", f"one of {list(self.num_steps)}", depth)
+        check_range(WHERE, "batch", batch, 0, self.max_batch, "max_batch")
+        size = next(size for size in self.batch_sizes if size >= batch)
+        for lengths in self.buffers.seq_lens.values():
+            lengths[batch:size] = 0
+        tree = self._graphs[size, depth]()
+        return DraftTree._make(None if t is None else t[:batch] for t in tree)
+
+    def draft(
+        self,
+        kv: Mapping[str, KVView],
+        seed_ids: Tensor,
+        seed_state: Tensor,
+        positions: Tensor,
+        root_positions: Tensor | None = None,
+        num_steps: int | None = None,
+    ) -> DraftTree:
+        """draft() with this runner: copies tables, lengths and seeds into the buffers, then replays.
+
+        Only the tables and lengths of `kv` are read: its caches must be the captured ones.
+        """
+        check_shape(WHERE, "seed_ids", seed_ids, (None,))
+        batch, buffers = seed_ids.size(0), self.buffers
+        check_range(WHERE, "seed_ids", batch, 0, self.max_batch, "max_batch")
+        check_index(WHERE, "seed_ids", seed_ids)
+        check_shape(WHERE, "seed_state", seed_state, (batch, self.weights.backbone), "the batch of seed_ids")
+        check_dtype(WHERE, "seed_state", seed_state, (self.weights.dtype,), "that of the weights")
+        check_device(
+            WHERE, self.weights.device, "weights", seed_ids=seed_ids, seed_state=seed_state, positions=positions,
+            root_positions=root_positions,
+        )
+        roots = root_positions
+        if self._with_roots and roots is None:
+            fail(WHERE, "root_positions", "a tensor", None, "the runner was made with root_positions")
+        for name, value in (("positions", positions), ("root_positions", roots)):
+            if value is not None:
+                check_shape(WHERE, name, value, (batch,), "the batch of seed_ids")
+                check_index(WHERE, name, value)
+                getattr(buffers, name)[:batch].copy_(value)
+        buffers.seed_ids[:batch].copy_(seed_ids)
+        buffers.seed_state[:batch].copy_(seed_state)
+        for name, captured in self._views.items():
+            self._copy_table(name, captured, kv, batch)
+        return self.replay(batch, num_steps)
+
+    def _copy_table(self, name: str, captured: KVView, kv: Mapping[str, KVView], batch: int) -> None:
+        label = f"kv[{name!r}]"
+        if name not in kv:
+            fail(WHERE, label, "a KVView for each layer type of the assistant", f"views for {sorted(kv)}")
+        view = kv[name]
+        same = view.k_cache.data_ptr() == captured.k_cache.data_ptr()
+        same = same and view.v_cache.data_ptr() == captured.v_cache.data_ptr()
+        require(same and view.kv_indptr is None, WHERE, label, "a page table over the captured caches", "another cache")
+        width = captured.block_table.size(1)
+        check_shape(WHERE, f"{label}.block_table", view.block_table, (batch, None), "the batch of seed_ids")
+        check_range(WHERE, f"{label}.block_table", view.block_table.size(1), 0, width, "its captured width")
+        table = self.buffers.block_tables[name][:batch]
+        table[:, : view.block_table.size(1)].copy_(view.block_table)
+        # Pages behind a narrower table are not the request's: its length must not reach them.
+        capacity = view.block_table.size(1) * view.page_size
+        self.buffers.seq_lens[name][:batch].copy_(view.seq_lens.clamp(max=capacity))
+
+    def _capture(self, size: int, depth: int, pool: Any) -> Callable[[], DraftTree]:
+        """What drafts for the first `size` requests of the buffers."""
+        b = self.buffers
+        kv = {
+            name: replace(view, block_table=b.block_tables[name][:size], seq_lens=b.seq_lens[name][:size])
+            for name, view in self._views.items()
+        }
+
+        def run() -> DraftTree:
+            return draft(
+                self.weights, kv, b.seed_ids[:size], b.seed_state[:size], b.positions[:size], depth, self.topk,
+                self.num_draft_tokens, b.root_positions[:size] if self._with_roots else None,
+            )
+
+        if self.weights.device.type != "cuda":
+            run()  # checks the arguments
+            return run
+        stream = torch.cuda.Stream(self.weights.device)
+        stream.wait_stream(torch.cuda.current_stream(self.weights.device))
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                run()
+        torch.cuda.current_stream(self.weights.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            tree = run()
+
+        def replay() -> DraftTree:
+            graph.replay()
+            return tree
+
+        return replay
+
+
+def _buckets(max_batch: int) -> tuple[int, ...]:
+    """Powers of two below max_batch, and max_batch."""
+    sizes = []
+    size = 1
+    while size < max_batch:
+        sizes.append(size)
+        size *= 2
+    return (*sizes, max_batch)
+
+
+def _checked(name: str, view: KVView) -> KVView:
+    flat = view.kv_indptr is not None
+    require(not flat, WHERE, f"kv[{name!r}]", "a view with a block_table [batch, max_pages]", "one with kv_indptr")
+    return view
+
+
+def _make_buffers(weights: AssistantWeights, kv: Mapping[str, KVView], max_batch: int) -> DraftBuffers:
+    """Zeros, so that what was never written is harmless: a length of 0 reads no page."""
+    device = weights.device
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return DraftBuffers(
+        seed_ids=zeros(max_batch),
+        seed_state=zeros(max_batch, weights.backbone, dtype=weights.dtype),
+        positions=zeros(max_batch),
+        root_positions=zeros(max_batch),
+        block_tables={
+            name: torch.full((max_batch, view.block_table.size(1)), -1, dtype=torch.int32, device=device)
+            for name, view in kv.items()
+        },
+        seq_lens={name: zeros(max_batch, dtype=torch.int32) for name in kv},
+    )

@@ -1,0 +1,72 @@
+"""draft_attention over many keys: how a kernel divides them among its programs must show in no bit and no error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import OP, check_call, close, each_implementation, everywhere, options, problem
+from harness import assert_same_bits, call, forced
+from torch import Tensor
+
+HEADS: dict[str, Any] = {"heads": (2, 1), "rows": 1}
+
+
+def comparison(implementation: str) -> Callable[[Tensor, Tensor], None]:
+    return close if implementation == "reference" else assert_same_bits
+
+
+@everywhere
+@each_implementation
+@pytest.mark.parametrize("page_size", [16, 7])
+def test_many_keys(device: str, implementation: str, page_size: int) -> None:
+    lengths = [700, 31, 0, 33, 64]
+    extra = options(len(lengths), 1, device=device)
+    for window_left in (-1, 500):
+        check_call(*problem(lengths, page_size=page_size, window_left=window_left, device=device, **HEADS, **extra),
+                   implementation)
+
+
+@everywhere
+@each_implementation
+@pytest.mark.parametrize("length", [1, 32, 33, 300])
+@pytest.mark.parametrize("window_left", [-1, 255])
+def test_the_width_of_the_table_changes_no_bit(device: str, implementation: str, length: int, window_left: int) -> None:
+    """From a table without room for a second split to one with room for many; flat ones as well, and a promise."""
+    args, kwargs = problem([length], page_size=16, window_left=window_left, device=device, **HEADS)
+    *before, table, seq_lens, scale = args
+    pages, same = -(-length // 16), comparison(implementation)
+    with forced(implementation):
+        expected = call(OP, *before, table[:, :pages].contiguous(), seq_lens, scale, **kwargs)
+        for extra in (1, 200):
+            wide = torch.cat([table[:, :pages], table.new_full((1, extra), -1)], 1)
+            same(call(OP, *before, wide, seq_lens, scale, **kwargs), expected)
+            indptr = torch.tensor([0, pages], dtype=torch.int32, device=device)
+            same(call(OP, *before, wide[0], seq_lens, scale, **kwargs, kv_indptr=indptr), expected)
+            for promise in (length, 10**9):
+                same(call(OP, *before, wide, seq_lens, scale, **kwargs, max_seq_len=promise), expected)
+
+
+@everywhere
+@each_implementation
+def test_neighbours_with_many_keys_change_no_bit(device: str, implementation: str) -> None:
+    lengths = [300, 0, 40, 129]
+    same = comparison(implementation)
+    args, kwargs = problem(lengths, page_size=16, device=device, **HEADS, **options(4, 1, device=device))
+    q, k, v, table, seq_lens, scale = args
+    with forced(implementation):
+        together = call(OP, *args, **kwargs)
+        for b in range(len(lengths)):
+            alone: dict[str, Any] = {**kwargs, "positions": kwargs["positions"][b : b + 1]}
+            mine: list[Tensor] = [t[b : b + 1] for t in (q, table, seq_lens)]
+            same(call(OP, mine[0], k, v, *mine[1:], scale, **alone), together[b : b + 1])
+
+
+@everywhere
+@each_implementation
+@pytest.mark.parametrize("rows,heads", [(1, (32, 1)), (5, (48, 2)), (40, (2, 1)), (3, (3, 1))])
+def test_more_queries_than_a_tile_holds(device: str, implementation: str, rows: int, heads: tuple[int, int]) -> None:
+    check_call(*problem([70], rows=rows, heads=heads, page_size=16, device=device, **options(1, rows, device=device)),
+               implementation)

@@ -1,0 +1,117 @@
+"""The launches of draft_attention at the sizes of the five checkpoints, compiled without a GPU."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from mtp_kernels.triton_ops._launch import Launch
+from mtp_kernels.triton_ops.draft_attention import Config, config, count_splits, plan
+from triton_compile import ARCHITECTURES, SHARED_LIMIT, compile_launch
+
+from mtp_kernels.ops.draft_attention import triton_serves
+from mtp_kernels.weights import PRESETS
+
+FP8 = torch.float8_e4m3fn
+CHECKPOINTS = ["E2B", "E4B", "12B", "26B-A4B", "31B"]
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def launches(checkpoint: str, layer: int, rows: int, dtype: torch.dtype, kv_dtype: torch.dtype, capability: int,
+             batch: int = 2, pages: int = 4096) -> list[Launch]:
+    """Of one layer's attention, sliding (0) or full (1), over pages of 16 keys."""
+    c = PRESETS[checkpoint]
+    a = c.attention[layer]
+    cache = (100, 16, a.num_kv_heads, a.head_dim)
+    extra: dict[str, Any] = {"k_scale": meta(1), "v_scale": meta(1)} if kv_dtype == FP8 else {}
+    made, output = plan(
+        meta(batch, rows, c.num_qo_heads, a.head_dim, dtype=dtype), meta(*cache, dtype=kv_dtype),
+        meta(*cache, dtype=kv_dtype), meta(batch, pages, dtype=torch.int32), meta(batch, dtype=torch.int64), 1.0,
+        window_left=c.sliding_window - 1 if layer == 0 else -1, q_norm_weight=meta(a.head_dim, dtype=dtype),
+        rope_inv_freq=meta(a.num_pairs), positions=meta(batch, dtype=torch.int64), capability=capability, **extra)
+    assert output.shape == (batch, rows, c.num_qo_heads, a.head_dim) and output.dtype == dtype
+    return made
+
+
+def distinct(made: list[Launch]) -> list[Launch]:
+    """One of each set of launches that Triton compiles once: sizes that are no constants are not specialised."""
+    def key(launch: Launch) -> tuple[Any, ...]:
+        types = tuple((n, getattr(v, "dtype", None)) for n, v in launch.args.items() if isinstance(v, torch.Tensor))
+        return str(launch.kernel), types, tuple(launch.constants.items()), launch.num_warps, launch.num_stages
+
+    return list({key(launch): launch for launch in made}.values())
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8])
+def test_launches_compile(arch: int, kv_dtype: torch.dtype) -> None:
+    made = [x for name in CHECKPOINTS for layer in (0, 1) for rows in (1, 4)
+            for x in launches(name, layer, rows, torch.bfloat16, kv_dtype, arch)]
+    if kv_dtype == FP8:
+        made = [x for x in made if "k_ptr" in x.args]  # the merge is the same
+    chosen = distinct(made)
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda launch: compile_launch(launch, arch), chosen))
+    for launch, compiled in zip(chosen, results):
+        assert compiled.shared <= SHARED_LIMIT[arch]
+        assert "sin.approx" not in compiled.ptx and "cos.approx" not in compiled.ptx
+        if arch == 90:
+            assert compiled.spill_stores == 0
+        if "STAGES" in launch.constants:
+            assert "cp.async" in compiled.ptx  # tiles of K and V are loaded ahead
+
+
+def test_two_programs_share_an_sm_of_hopper_in_a_chain() -> None:
+    for name in CHECKPOINTS:
+        attend = launches(name, 1, 1, torch.bfloat16, torch.bfloat16, 90)[0]
+        compiled = compile_launch(attend, 90)
+        assert 2 * (compiled.shared + 1024) <= 228 * 1024
+        assert 2 * 32 * attend.num_warps * compiled.registers <= 65536
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("layer", [0, 1])
+def test_sizes_do_not_follow_batch_or_table(checkpoint: str, layer: int) -> None:
+    few, many = (launches(checkpoint, layer, 4, torch.bfloat16, torch.bfloat16, 90, batch, pages)
+                 for batch, pages in ((1, 100), (64, 10000)))
+    for one, two in zip(few, many, strict=True):
+        assert (one.constants, one.num_warps, one.num_stages) == (two.constants, two.num_warps, two.num_stages)
+        assert all(one.args[n] == two.args[n] for n in ("max_splits", "split_weight"))
+
+
+@pytest.mark.parametrize("weight", [1, 2, 5, 8])
+@pytest.mark.parametrize("max_splits", [8, 64, 128])
+def test_the_planned_splits_are_enough(weight: int, max_splits: int) -> None:
+    """For every number of keys up to the bound: `split_size` of the kernels, in the same fp32."""
+    c = Config(1, 8, block_n=32, max_splits=max_splits, split_weight=weight, block_d=64, num_warps=4, stages=3)
+    keys = torch.cat([torch.arange(1, 100_000), 2 ** torch.arange(17, 30), 2 ** torch.arange(17, 30) + 1])
+    split = (keys.float() * weight).sqrt().int() + 1
+    split = -(-torch.maximum(split, -(-keys // max_splits)) // 32) * 32
+    needed = -(-keys // split)
+    for n, most in zip(keys.tolist(), needed.cummax(0).values.tolist()):
+        assert most <= count_splits(n, c) <= max_splits
+
+
+def test_a_tile_holds_every_query() -> None:
+    for rows in (1, 2, 3, 5, 16, 100):
+        for group in (1, 3, 8, 16, 64):
+            for head_dim in (64, 512):
+                for capability in ARCHITECTURES:
+                    c = config(head_dim, rows, 2 * group, 2, torch.bfloat16, torch.bfloat16, capability)
+                    assert c.block_group >= group and math.log2(c.block_rows * c.block_group) in (3, 4, 5, 6)
+
+
+def test_serves() -> None:
+    q, k = meta(1, 1, 16, 512), meta(1, 16, 2, 512)
+    assert triton_serves(q, k) == ""
+    assert triton_serves(q[..., :80], k[..., :80]) == "head_dim 80 is not 64, 128, 256 or 512"
+    assert triton_serves(meta(1, 1, 65, 64), k[:, :, :1]) == "65 query heads a KV head are more than 64"

@@ -1,0 +1,110 @@
+"""The heads' Triton kernels at the checkpoints' sizes, compiled for every architecture without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from triton_compile import ARCHITECTURES, SHARED_LIMIT, compile_launch
+
+from mtp_kernels.weights import PRESETS
+from triton_ops import centroid_logits, centroid_topk, lm_head_topk, sample_logits
+from triton_ops._launch import Launch
+
+CHECKPOINTS = [PRESETS[name] for name in ("E2B", "E4B", "12B", "26B-A4B", "31B")]
+DENSE = sorted({(c.vocab, c.hidden) for c in CHECKPOINTS if c.head == "dense"})
+SPARSE = sorted({(c.vocab, c.hidden, c.num_centroids, c.num_active) for c in CHECKPOINTS if c.head == "centroid"})
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def dense(rows: int, k: int) -> Iterator[Launch]:
+    for vocab, hidden in DENSE:
+        yield from lm_head_topk.plan(meta(rows, hidden), meta(vocab, hidden), k)[0]
+
+
+def dense_fp8(rows: int, k: int, native: bool) -> Iterator[Launch]:
+    for vocab, hidden in DENSE:
+        weight, scale = meta(vocab, hidden, dtype=torch.float8_e4m3fn), meta(vocab, dtype=torch.float32)
+        token_map = meta(vocab, dtype=torch.int64)
+        yield from lm_head_topk.plan(meta(rows, hidden), weight, k, weight_scale=scale, token_map=token_map,
+                                     logits_soft_cap=30.0, native_fp8=native)[0]
+
+
+def sparse(k: int) -> Iterator[Launch]:
+    for vocab, hidden, num_centroids, num_active in SPARSE:
+        head = (meta(num_centroids, hidden), meta(vocab, dtype=torch.int64), meta(vocab, hidden), num_active)
+        yield from centroid_topk.plan(meta(1, hidden), *head, k)[0]
+        yield from centroid_logits.plan(meta(1, hidden), *head, centroid_ordered=True)[0]
+
+
+def draws() -> Iterator[Launch]:
+    one, number = meta(1, dtype=torch.float32), meta(1, dtype=torch.int64)
+    for vocab, _, num_centroids, num_active in SPARSE:
+        candidates = num_active * vocab // num_centroids
+        ids = meta(4, candidates, dtype=torch.int64)
+        yield from sample_logits.plan(meta(4, candidates, dtype=torch.float32), one, number, number, token_ids=ids)[0]
+        yield from sample_logits.plan(meta(4, vocab), one, number, number)[0]
+
+
+def check(launches: Iterator[Launch], arch: int) -> list[str]:
+    """Every kind of launch fits the architecture and spills nothing on Hopper; the PTX of each."""
+    distinct = {_kind(launch): launch for launch in launches}
+    ptx = []
+    for launch in distinct.values():
+        compiled = compile_launch(launch, arch)
+        name = f"{launch.kernel.fn.__name__} on sm_{arch}"
+        assert compiled.shared <= SHARED_LIMIT[arch], name
+        assert arch != 90 or compiled.spill_stores == 0, name
+        ptx.append(compiled.ptx)
+    return ptx
+
+
+def _kind(launch: Launch) -> Any:
+    args = tuple((name, value.dtype if isinstance(value, Tensor) else value) for name, value in launch.args.items())
+    return launch.kernel, args, tuple(launch.constants.items()), launch.num_warps, launch.num_stages
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("rows", "k"), [(1, 1), (32, 8), (64, 4)])
+def test_dense_head(arch: int, rows: int, k: int) -> None:
+    stream, *_ = check(dense(rows, k), arch)
+    assert stream.count("cp.async.c") >= 8  # the weight goes past the registers, several stages ahead
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_fp8_head(arch: int) -> None:
+    """Converted by the instruction where there is one, by integer arithmetic on sm_80."""
+    stream, *_ = check(dense_fp8(64, 4, native=arch >= 89), arch)
+    assert ("e4m3x2" in stream) == (arch >= 89)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("k", [1, 8])
+def test_centroid_head(arch: int, k: int) -> None:
+    check(sparse(k), arch)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_sampling(arch: int) -> None:
+    """Noise must not come from the hardware's approximate logarithm, nor scaled logits from its division."""
+    for ptx in check(draws(), arch):
+        assert "lg2.approx" not in ptx and "div.full" not in ptx
+
+
+@pytest.mark.parametrize("k", [1, 8, 20])
+def test_a_row_is_planned_alone(k: int) -> None:
+    """Parts, depths and passes are the same for any number of rows; the tile of rows changes no bit."""
+    for vocab, hidden in DENSE:
+        plans = [lm_head_topk.plan(meta(rows, hidden), meta(vocab, hidden), k)[0] for rows in (1, 32, 500)]
+        free = {"BLOCK_M", "HALVES", "BLOCK_K", "STAGES"}
+        fixed = [[{n: v for n, v in launch.constants.items() if n not in free} for launch in plan] for plan in plans]
+        assert fixed[0] == fixed[1] == fixed[2]

@@ -1,0 +1,26 @@
+"""The tests of every op that has a Triton kernel, run with that kernel in Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mtp_kernels.ops import OPS
+
+TESTS = Path(__file__).parent
+WITH_KERNEL = [name for name, op in OPS.items() if any(k.implementation == "triton" for k in op.kernels)]
+
+
+@pytest.mark.parametrize("op", WITH_KERNEL)
+def test_interpreted(op: str) -> None:
+    files = [str(p) for p in sorted(TESTS.glob(f"test_{op}*.py"))]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "triton", *files]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 0  # type: ignore[index]

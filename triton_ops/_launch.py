@@ -1,0 +1,27 @@
+"""A kernel launch as data: made by a pure function of the op's arguments, run on a GPU, compiled anywhere by tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a Triton kernel. Tensors in `args` may be on the meta device where only compilation is asked for.
+
+    An op's file has `plan(...)`, which takes the op's arguments and returns its launches with the results that they
+    write; the launcher runs them in order.
+    """
+
+    kernel: Any  # triton.JITFunction
+    grid: tuple[int, ...]
+    args: dict[str, Any]  # by parameter name: tensors, ints and floats that differ from call to call
+    constants: dict[str, Any] = field(default_factory=dict)  # tl.constexpr parameters
+    num_warps: int = 4
+    num_stages: int = 1
+
+    def run(self) -> None:
+        """Launch, unless the grid is empty."""
+        if all(self.grid):
+            self.kernel[self.grid](**self.args, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages)

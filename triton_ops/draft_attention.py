@@ -1,0 +1,220 @@
+"""draft_attention in Triton: the launches of a call, and the sizes of their tiles."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ._attention_kernels import attend_split, merge_splits
+from ._launch import Launch
+
+
+def draft_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    sm_scale: float,
+    *,
+    kv_indptr: Tensor | None = None,
+    max_seq_len: int = -1,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    q_norm_weight: Tensor | None = None,
+    q_norm_eps: float = 1e-6,
+    rope_inv_freq: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """Attention of the draft queries over the visible keys of each request, split by keys."""
+    launches, output = plan(
+        q, k_cache, v_cache, block_table, seq_lens, sm_scale, kv_indptr=kv_indptr, max_seq_len=max_seq_len,
+        window_left=window_left, logits_soft_cap=logits_soft_cap, k_scale=k_scale, v_scale=v_scale,
+        q_norm_weight=q_norm_weight, q_norm_eps=q_norm_eps, rope_inv_freq=rope_inv_freq, positions=positions,
+        capability=_capability(q.device),
+    )
+    for launch in launches:
+        launch.run()
+    return output
+
+
+def plan(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    sm_scale: float,
+    *,
+    kv_indptr: Tensor | None = None,
+    max_seq_len: int = -1,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    q_norm_weight: Tensor | None = None,
+    q_norm_eps: float = 1e-6,
+    rope_inv_freq: Tensor | None = None,
+    positions: Tensor | None = None,
+    capability: int = 90,
+) -> tuple[list[Launch], Tensor]:
+    """The launches and the result that they write, on a GPU of compute capability `capability` / 10."""
+    batch, rows, num_qo_heads, head_dim = q.shape
+    num_pages, page_size, num_kv_heads = k_cache.shape[:3]
+    bound = most_keys(k_cache, block_table, max_seq_len, window_left)
+    if bound == 0 or q.numel() == 0:
+        return [], q.new_zeros(q.shape)
+    c = config(head_dim, rows, num_qo_heads, num_kv_heads, q.dtype, k_cache.dtype, capability)
+    k_cache, v_cache = (_readable(cache, capability) for cache in (k_cache, v_cache))
+    output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    splits = count_splits(bound, c)
+    heads = batch * rows * num_qo_heads
+    # One split, if the table holds no more, is the result; else each leaves its average and log-sum-exp.
+    partial = q.new_empty((heads, splits, head_dim), dtype=torch.float32) if splits > 1 else output
+    lse = q.new_empty((heads, splits), dtype=torch.float32) if splits > 1 else None
+    table = {
+        "table_ptr": block_table,
+        "seq_lens_ptr": seq_lens,
+        "kv_indptr_ptr": kv_indptr,
+        "table_stride": block_table.stride(0) if kv_indptr is None else 0,
+        "table_size": block_table.size(-1),
+        "page_size": page_size,
+        "bound": bound,
+        "max_splits": c.max_splits,
+        "split_weight": c.split_weight,
+    }
+    attend = Launch(
+        attend_split,
+        (batch * num_kv_heads * -(-rows // c.block_rows), splits),
+        {
+            "q_ptr": q, "k_ptr": k_cache, "v_ptr": v_cache, **table, "k_scale_ptr": k_scale, "v_scale_ptr": v_scale,
+            "norm_ptr": q_norm_weight, "freq_ptr": rope_inv_freq, "positions_ptr": positions, "partial_ptr": partial,
+            "lse_ptr": lse,
+            **_strides("q", q, "batch", "row", "head"),
+            **_strides("k", k_cache, "page", "slot", "head"),
+            **_strides("v", v_cache, "page", "slot", "head"),
+            "position_stride_batch": 0 if positions is None else positions.stride(0),
+            "position_stride": 0 if positions is None or positions.dim() == 1 else positions.stride(1),
+            "k_scale_stride": 0 if k_scale is None or k_scale.numel() == 1 else 1,
+            "v_scale_stride": 0 if v_scale is None or v_scale.numel() == 1 else 1,
+            "num_pages": num_pages,
+            "rows": rows,
+            "num_kv_heads": num_kv_heads,
+            "group": num_qo_heads // num_kv_heads,
+            "num_pairs": 0 if rope_inv_freq is None else rope_inv_freq.size(0),
+            "sm_scale": float(sm_scale), "logits_soft_cap": float(logits_soft_cap), "eps": float(q_norm_eps),
+        },
+        {
+            "HEAD_DIM": head_dim, "BLOCK_ROWS": c.block_rows, "BLOCK_GROUP": c.block_group, "BLOCK_N": c.block_n,
+            "LOG2_PAGE": page_size.bit_length() - 1 if page_size & (page_size - 1) == 0 else -1,
+            "SOFT_CAP": logits_soft_cap > 0, "STAGES": c.stages,
+        },
+        num_warps=c.num_warps,
+    )
+    if lse is None:
+        return [attend], output
+    merge = Launch(
+        merge_splits,
+        (heads, head_dim // c.block_d),
+        {"partial_ptr": partial, "lse_ptr": lse, "out_ptr": output, **table, "splits": splits,
+         "per_request": rows * num_qo_heads},
+        {"HEAD_DIM": head_dim, "BLOCK_D": c.block_d, "BLOCK_S": c.max_splits, "BLOCK_N": c.block_n},
+    )
+    return [attend, merge], output
+
+
+def most_keys(k_cache: Tensor, block_table: Tensor, max_seq_len: int, window_left: int) -> int:
+    """The most keys that any request can see, known on the host."""
+    num_pages, page_size = k_cache.shape[:2]
+    bounds = [block_table.size(-1) * page_size if num_pages > 0 else 0, 2**31 - 1]
+    bounds += [max_seq_len] if max_seq_len >= 0 else []
+    bounds += [window_left + 1] if window_left >= 0 else []
+    return min(bounds)
+
+
+def count_splits(bound: int, c: Config) -> int:
+    """The most splits that `split_size` of the kernels makes of up to `bound` keys."""
+    return min(c.max_splits, -(-bound // c.block_n), math.isqrt(bound // c.split_weight) + 1)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of tiles and splits: from what one request is, never from how many there are."""
+
+    block_rows: int  # rows and query heads of a KV head in a tile; their product is 8 to 64
+    block_group: int
+    block_n: int  # keys a tile
+    max_splits: int  # a power of two
+    split_weight: int  # a split has at least sqrt(split_weight * visible keys)
+    block_d: int  # elements of head_dim a program of the merge
+    num_warps: int
+    stages: int  # 3: the next tile's K and V, and the pages of the one after it, are on the way; 5: two tiles are
+
+
+@lru_cache(maxsize=256)
+def config(
+    head_dim: int,
+    rows: int,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    capability: int,
+) -> Config:
+    """Tiles that fit: 72 to 82 KB and 212 registers at head_dim 512 in 16 bits, so that two programs share an SM.
+
+    A split writes 4 bytes an element of each of its queries and reads 4 an element of each key: the more queries, the
+    more keys it should have. 256 programs a request fill the SMs of an H200 twice.
+    """
+    group = num_qo_heads // num_kv_heads
+    roomy = capability in (90, 100, 103)  # 227 KB of shared memory a block; elsewhere 99 KB have to do
+    most = 64 if roomy or head_dim < 512 else 32
+    block_group = _power_of_two(group)
+    block_rows = min(_power_of_two(rows), max(1, most // block_group))
+    block_group = max(block_group, 8 // block_rows)
+    large = block_rows * block_group * head_dim >= 32 * 512
+    # fp8 is converted in registers; fp32 has no tensor cores and is twice as wide.
+    wide = kv_dtype != dtype or (dtype == torch.float32 and head_dim == 512)
+    decoded = kv_dtype != dtype and capability < 89 and head_dim == 512  # by integer operations, in more registers
+    short = dtype == torch.float32 or (not roomy and (large or decoded))
+    # Half as many keys a tile and two tiles on the way, in the same memory. Microseconds on an H200: E4B full layer at
+    # 65536 keys 74 instead of 77, at 1024 10.5 instead of 11.4; 31B sliding layer 11.9 instead of 12.5; but E4B sliding
+    # layer 7.4 instead of 7.0, and E4B full layer at batch 64 and 4096 keys 322 instead of 304.
+    deep = not (short or large or wide) and (head_dim == 512 or num_kv_heads > 2)
+    return Config(
+        block_rows,
+        block_group,
+        block_n=16 if short or deep else 32,
+        max_splits=min(128, max(8, _power_of_two(256 // num_kv_heads))),
+        split_weight=min(8, max(1, rows * group // 2)),
+        block_d=64,
+        num_warps=8 if large or wide else 4,
+        stages=5 if deep else 3,
+    )
+
+
+def _power_of_two(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+def _strides(name: str, tensor: Tensor, *dims: str) -> dict[str, int]:
+    return {f"{name}_stride_{dim}": stride for dim, stride in zip(dims, tensor.stride())}
+
+
+def _readable(cache: Tensor, capability: int) -> Tensor:
+    """fp8 as bytes where the GPU cannot convert it: the kernel then decodes them."""
+    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn and capability < 89 else cache
+
+
+@lru_cache(maxsize=32)
+def _capability(device: torch.device) -> int:
+    """Compute capability * 10; in the interpreter, which has no fp8 either, 0."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return 10 * major + minor

@@ -1,0 +1,256 @@
+"""lm_head_topk: a pass over the weight with running lists, then a merge; more passes where k is larger than a list."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._attention_math import decode_fp8, tanh
+from ._launch import Launch
+from ._rows import num_rows, row_arguments, row_offset
+from ._topk import (
+    NO_ORDER,
+    exact_sum,
+    finite_or_zero,
+    merge_launch,
+    new_parts,
+    new_results,
+    no_nan,
+    pack,
+    pop,
+    precedes,
+    push,
+)
+
+LANES = 64  # rows of the weight that a step multiplies: the least that Hopper's matrix instruction takes
+MAX_DEPTH = 8  # candidates that a lane keeps in registers
+MAX_STATE_OF_4_WARPS = 300  # words a lane; 288 (16 rows, k = 8) takes 199 registers a thread on sm_90, 352 takes 253
+MAX_STATE = 720  # of 8 warps: 704 (64 rows, k = 4) is the most that sm_90 takes without spilling
+NUM_PROGRAMS = 256  # two a multiprocessor, 8 of them one: 262144 rows make 1024 for each, and all end together
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """The shape of one program's loop. No choice here changes a bit of the results."""
+
+    block_m: int  # rows of normed
+    halves: int  # times LANES rows of the weight share a load of normed
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def head_config(rows: int, depth: int, mapped: bool, itemsize: int, weight_itemsize: int) -> HeadConfig:
+    """16 KiB of weight a stage (fp8: 8, and more stages), at most 99 KiB of shared memory (sm_120).
+
+    Lists, sums and products stay in registers: they decide the warps, and how many rows share a load of the weight.
+    """
+    for block_m in (64, 32, 16):
+        halves = 1 if block_m == 16 or itemsize == 4 else 2
+        state = block_m * ((3 if mapped else 2) * depth + 1 + halves)  # words that a lane holds
+        if block_m == 16 or (rows > block_m // 2 and state <= MAX_STATE):
+            break
+    num_warps = 8 if state > MAX_STATE_OF_4_WARPS else 4
+    if itemsize == 4:
+        return HeadConfig(block_m, halves, 32, num_warps, 2)
+    if weight_itemsize == 1:
+        return HeadConfig(block_m, halves, 128, num_warps, {16: 6, 32: 4, 64: 3}[block_m])
+    return HeadConfig(block_m, halves, 128 if halves == 1 else 64, num_warps, 4)
+
+
+def lm_head_topk(
+    normed: Tensor,
+    weight: Tensor,
+    k: int,
+    *,
+    weight_scale: Tensor | None = None,
+    token_map: Tensor | None = None,
+    vocab_start: int = 0,
+    logits_soft_cap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    launches, results = plan(normed, weight, k, weight_scale=weight_scale, token_map=token_map, vocab_start=vocab_start,
+                             logits_soft_cap=logits_soft_cap)
+    for launch in launches:
+        launch.run()
+    return results
+
+
+def plan(
+    normed: Tensor,
+    weight: Tensor,
+    k: int,
+    *,
+    weight_scale: Tensor | None = None,
+    token_map: Tensor | None = None,
+    vocab_start: int = 0,
+    logits_soft_cap: float = 0.0,
+    native_fp8: bool | None = None,
+) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor]]:
+    """The launches and the results that they write; `native_fp8` None asks the device whether it converts fp8."""
+    rows, vocab = num_rows(normed), weight.size(0)
+    depth = min(k, MAX_DEPTH)
+    config = head_config(rows, depth, token_map is not None, normed.element_size(), weight.element_size())
+    step = 2 * LANES
+    rows_per_part = triton.cdiv(triton.cdiv(vocab, NUM_PROGRAMS), step) * step
+    parts = new_parts(normed, rows, triton.cdiv(vocab, rows_per_part), depth)
+    results = new_results(normed, k)
+    ranked = _ranked(normed, rows, k) if k > depth else {"best_values": None, "best_orders": None}
+    decode = weight.element_size() == 1 and not (_converts_fp8(weight) if native_fp8 is None else native_fp8)
+
+    launches = []
+    for done in range(0, k, depth):
+        args: dict[str, Any] = {
+            "normed": normed, **row_arguments("normed", normed),
+            "weight": weight.view(torch.uint8) if decode else weight, "weight_stride": weight.stride(0),
+            "weight_scale": weight_scale, "token_map": token_map, "logits_soft_cap": float(logits_soft_cap), **parts,
+            "best_values": ranked["best_values"] if done else None,
+            "best_orders": ranked["best_orders"] if done else None, "num_rows": rows, "done": done,
+        }
+        constants = {
+            "VOCAB": vocab, "HIDDEN": normed.size(-1), "K": k, "DEPTH": depth, "ROWS_PER_PART": rows_per_part,
+            "NUM_PARTS": parts["part_max"].size(1), "CAPPED": logits_soft_cap > 0, "DECODE": decode, "LANES": LANES,
+            "HALVES": config.halves, "BLOCK_M": config.block_m, "BLOCK_K": config.block_k,
+            "STAGES": config.num_stages,
+        }
+        grid = (triton.cdiv(rows, config.block_m), constants["NUM_PARTS"])
+        launches.append(Launch(stream_kernel, grid, args, constants, config.num_warps, config.num_stages))
+        launches.append(merge_launch(parts, results, min(depth, k - done), done=done, ranked=ranked,
+                                     token_map=token_map, vocab_start=vocab_start))
+    return launches, (results["logprobs"], results["token_ids"], results["logsumexp"])
+
+
+def _ranked(normed: Tensor, rows: int, k: int) -> dict[str, Tensor | None]:
+    return {
+        "best_values": normed.new_empty((rows, k), dtype=torch.float32),
+        "best_orders": normed.new_empty((rows, k), dtype=torch.int64),
+    }
+
+
+def _converts_fp8(weight: Tensor) -> bool:
+    return weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device) >= (8, 9)
+
+
+@triton.jit(do_not_specialize=["normed_size1", "normed_size2", "num_rows", "done"])
+def stream_kernel(
+    normed, normed_size1, normed_size2, normed_stride0, normed_stride1, normed_stride2, weight, weight_stride,
+    weight_scale, token_map, logits_soft_cap, part_values, part_orders, part_max, part_sum, best_values, best_orders,
+    num_rows, done, VOCAB: tl.constexpr, HIDDEN: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr,
+    ROWS_PER_PART: tl.constexpr, NUM_PARTS: tl.constexpr, CAPPED: tl.constexpr, DECODE: tl.constexpr,
+    LANES: tl.constexpr, HALVES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr
+):
+    """Programs (BLOCK_M rows of normed, a part of the vocabulary): the best DEPTH candidates, and max and sum of exp.
+
+    Each of LANES lanes keeps the best DEPTH of the weight rows that it meets, and their sum, so that the loop only has
+    elementwise work beside the product; the lanes meet at the end. Steps over hidden and over the vocabulary are one
+    loop: the pipeline of loads never drains. From the second pass on (`best_values`), only candidates behind the last
+    one of the pass before count, and the sums are there already.
+    """
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_mask = m < num_rows
+    normed_rows = normed + row_offset(m, normed_size1, normed_size2, normed_stride0, normed_stride1, normed_stride2)
+    part = tl.program_id(1)
+    lane = tl.arange(0, LANES)
+    STEPS: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
+    BLOCK_V: tl.constexpr = HALVES * LANES
+    EVEN_K: tl.constexpr = HIDDEN % BLOCK_K == 0
+    PAST: tl.constexpr = best_values is not None
+    nothing = tl.full([1, 1], NO_ORDER if token_map is not None else 2**31 - 1, tl.int64)
+    if token_map is None:
+        nothing = nothing.to(tl.int32)
+    last_value = tl.zeros([BLOCK_M], tl.float32)
+    last_order = tl.zeros([BLOCK_M], tl.int64)
+    if PAST:
+        last = m.to(tl.int64) * K + done - 1
+        last_value = tl.load(best_values + last, mask=m_mask, other=0.0)
+        last_order = tl.load(best_orders + last, mask=m_mask, other=0)
+
+    values = ()
+    orders = ()
+    for _ in tl.static_range(DEPTH):
+        values += (tl.full([LANES, BLOCK_M], float("-inf"), tl.float32),)
+        orders += (tl.zeros([LANES, BLOCK_M], nothing.dtype) + nothing,)
+    sums = tl.zeros([LANES, BLOCK_M], tl.float32)
+    acc0 = tl.zeros([LANES, BLOCK_M], tl.float32)
+    acc1 = tl.zeros([LANES, BLOCK_M], tl.float32)
+
+    for step in tl.range(0, ROWS_PER_PART // BLOCK_V * STEPS, num_stages=STAGES):
+        v = part * ROWS_PER_PART + step // STEPS * BLOCK_V + lane  # [LANES]
+        k = step % STEPS * BLOCK_K + tl.arange(0, BLOCK_K)
+        x_mask = m_mask[None, :] if EVEN_K else m_mask[None, :] & (k < HIDDEN)[:, None]
+        x = tl.load(normed_rows[None, :] + k[:, None], mask=x_mask, other=0.0)  # [BLOCK_K, BLOCK_M]
+        w = load_weight(weight, weight_stride, v, k, VOCAB, HIDDEN, EVEN_K, DECODE, x.dtype)
+        acc0 = tl.dot(w, x, acc0, input_precision="ieee")  # [LANES, BLOCK_M]
+        if HALVES == 2:
+            w1 = load_weight(weight, weight_stride, v + LANES, k, VOCAB, HIDDEN, EVEN_K, DECODE, x.dtype)
+            acc1 = tl.dot(w1, x, acc1, input_precision="ieee")
+        if step % STEPS == STEPS - 1:
+            values, orders, sums = rank(
+                acc0, v, values, orders, sums, nothing, weight_scale, token_map, logits_soft_cap, last_value,
+                last_order, VOCAB, DEPTH, CAPPED, PAST
+            )
+            acc0 = tl.zeros([LANES, BLOCK_M], tl.float32)
+            if HALVES == 2:
+                values, orders, sums = rank(
+                    acc1, v + LANES, values, orders, sums, nothing, weight_scale, token_map, logits_soft_cap,
+                    last_value, last_order, VOCAB, DEPTH, CAPPED, PAST
+                )
+                acc1 = tl.zeros([LANES, BLOCK_M], tl.float32)
+
+    at = m.to(tl.int64) * NUM_PARTS + part  # [BLOCK_M]
+    if not PAST:
+        top = tl.max(values[0], 0)  # [BLOCK_M]
+        total = exact_sum(sums * tl.exp(values[0] - finite_or_zero(top)[None, :]), 0)
+        tl.store(part_max + at, top, mask=m_mask)
+        tl.store(part_sum + at, total, mask=m_mask)
+    for d in range(DEPTH):
+        best = tl.max(values[0], 0)
+        order = tl.min(tl.where(values[0] == best[None, :], orders[0], nothing), 0)
+        tl.store(part_values + at * DEPTH + d, best, mask=m_mask)
+        absent = order == 2**31 - 1 if token_map is None else order == NO_ORDER
+        tl.store(part_orders + at * DEPTH + d, tl.where(absent, NO_ORDER, order.to(tl.int64)), mask=m_mask)
+        values, orders = pop(orders[0] == order[None, :], values, orders, nothing, DEPTH)
+
+
+@triton.jit
+def load_weight(
+    weight, weight_stride, v, k, VOCAB: tl.constexpr, HIDDEN: tl.constexpr, EVEN_K: tl.constexpr, DECODE: tl.constexpr,
+    dtype: tl.constexpr
+):
+    """Rows v and columns k of the weight, in the dtype of normed: [LANES, BLOCK_K]."""
+    mask = (v < VOCAB)[:, None]
+    if not EVEN_K:
+        mask = mask & (k < HIDDEN)[None, :]
+    at = weight + v.to(tl.int64)[:, None] * weight_stride + k[None, :]
+    if DECODE:
+        return decode_fp8(tl.load(at, mask=mask, other=0), dtype)
+    return tl.load(at, mask=mask, other=0.0).to(dtype)
+
+
+@triton.jit
+def rank(
+    logits, v, values, orders, sums, nothing, weight_scale, token_map, logits_soft_cap, last_value, last_order,
+    VOCAB: tl.constexpr, DEPTH: tl.constexpr, CAPPED: tl.constexpr, PAST: tl.constexpr
+):
+    """Scale and cap the logits [LANES, BLOCK_M] of rows v of the weight, add them to the lists and to the sums."""
+    is_row = v < VOCAB
+    if weight_scale is not None:
+        logits = logits * tl.load(weight_scale + v, mask=is_row, other=0.0)[:, None]
+    if CAPPED:
+        logits = logits_soft_cap * tanh(logits / logits_soft_cap)
+    value = tl.where(is_row[:, None], no_nan(logits), float("-inf"))
+    order = pack(tl.load(token_map + v, mask=is_row, other=0), v) if token_map is not None else v
+    order = tl.where(is_row[:, None], order[:, None], nothing) + tl.zeros(logits.shape, nothing.dtype)
+    if PAST:
+        left = precedes(last_value[None, :], last_order[None, :], value, order.to(tl.int64))
+        value, order = tl.where(left, value, float("-inf")), tl.where(left, order, nothing)
+    else:
+        before = values[0]
+        top = finite_or_zero(tl.maximum(before, value))
+        sums = sums * tl.exp(before - top) + tl.exp(value - top)
+    values, orders = push(value, order, values, orders, DEPTH)
+    return values, orders, sums
