@@ -205,7 +205,8 @@ def _reference_note(rows: list[Row]) -> str:
     count = sum(REFERENCE in r.implementation for r in ours if r is not None)
     if not count:
         return ""
-    return f"  Ours is the reference (plain PyTorch, no kernel of this library) in {count} of these {len(ours)} cases."
+    where = f"in {count} of these {len(ours)} cases"
+    return f"  Ours is the reference (plain PyTorch, no kernel of this library), or partly, {where}."
 
 
 def _without_time(rows: Iterable[Row]) -> list[str]:

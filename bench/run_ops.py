@@ -34,6 +34,7 @@ class OpProblem:
         self.bytes, self.flops = int(self.bench.moved(first)), int(self.bench.flops(first))
         more = 0 if case.warm else _sets(self.bytes, cache_bytes, device) - 1
         self.sets = [first, *(self.bench.make(case, config, inputs.next_set(i)) for i in range(1, more + 1))]
+        self._truths: dict[int, Any] = {}  # by set: what every candidate's results are compared with
 
     def check(self, number: int, results: Sequence[Tensor | None]) -> Verdict:
         """What the results of set `number` deviate from fp64."""
@@ -41,12 +42,26 @@ class OpProblem:
         why = self._wrong_shape(call, results)
         if why:
             return Verdict(why=why)
+        if number not in self._truths:
+            self._truths[number] = self._truth(call)
+        truth = self._truths[number]
         if self.bench.CHECK == "floats":
-            return check_floats(results, *self._floats(call))
+            return check_floats(results, *truth)
         if self.bench.CHECK == "exact":
-            exact = OPS[self.case.name].reference(*_in_fp64(call.args), **_kwargs64(call))
-            return check_exact(results, as_tuple(exact))
-        return self._check_head(call, results)
+            return check_exact(results, truth)
+        flat = [None if r is None else r.flatten(0, 1) for r in results]
+        if self.bench.CHECK == "candidates":
+            return truth.check_candidates(flat[0], flat[1])
+        logprobs, ids, total = flat
+        return truth.check(ids, logprobs, total)
+
+    def _truth(self, call: Call) -> Any:
+        """The results in fp64, beside plain PyTorch's for floats; of a head, its candidates."""
+        if self.bench.CHECK == "floats":
+            return self._floats(call)
+        if self.bench.CHECK == "exact":
+            return as_tuple(OPS[self.case.name].reference(*_in_fp64(call.args), **_kwargs64(call)))
+        return self._head(call)
 
     def _wrong_shape(self, call: Call, results: Sequence[Tensor | None]) -> str:
         """Why the results are not as many, or not as large, as the op's."""
@@ -75,19 +90,13 @@ class OpProblem:
             naive_parts.append(self.bench.naive(*part.args, **part.kwargs))
         return (torch.cat(exact_parts),), (torch.cat(naive_parts),)
 
-    def _check_head(self, call: Call, results: Sequence[Tensor | None]) -> Verdict:
+    def _head(self, call: Call) -> HeadOracle:
         if self.case.name == "lm_head_topk":
             normed, head, *_ = call.args
-            oracle = HeadOracle(normed.double().flatten(0, 1), normed.flatten(0, 1), head)
-        else:
-            normed, centroids, ordering, head, active, *_ = call.args
-            normed = normed.flatten(0, 1)
-            oracle = HeadOracle(normed.double(), normed, head, centroids, ordering, active)
-        flat = [None if r is None else r.flatten(0, 1) for r in results]
-        if self.bench.CHECK == "candidates":
-            return oracle.check_candidates(flat[0], flat[1])  # type: ignore[arg-type]
-        logprobs, ids, total = flat
-        return oracle.check(ids, logprobs, total)  # type: ignore[arg-type]
+            return HeadOracle(normed.double().flatten(0, 1), normed.flatten(0, 1), head)
+        normed, centroids, ordering, head, active, *_ = call.args
+        normed = normed.flatten(0, 1)
+        return HeadOracle(normed.double(), normed, head, centroids, ordering, active)
 
 
 def candidates(case: Case, problem: OpProblem, setting: Setting) -> list[Candidate]:

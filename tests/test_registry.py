@@ -32,7 +32,7 @@ ALL_OPS = [
     "centroid_logits", "lm_head_topk", "sample_logits", "tree_expand", "tree_build", "verify_greedy", "verify_sample",
     "commit",
 ]
-PACKAGES = ("ops", "reference", "bench.ops")  # with a file an op
+PACKAGES = ("ops", "reference", "triton_ops", "bench.ops")  # with a file an op
 NAME = "norm_linear"  # the op whose table the tests below fill
 ARGS = (torch.ones(2, 3), torch.ones(3), 1e-6, torch.ones(4, 3))
 
