@@ -16,9 +16,9 @@ CPP := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '
 demo: $(VENV)/.installed
 	$(BIN)/mtp-kernels demo $(ARGS)
 
-# The tests test the installed package, not this folder.
+# The tests test the installed package, not this folder; a process a core, a file of tests in one of them.
 test: $(VENV)/.installed
-	$(BIN)/pytest tests $(ARGS)
+	$(BIN)/pytest -n auto --dist loadfile tests $(ARGS)
 
 # The compiled parts, in place: for running from this folder with PYTHONPATH=. MTP_TEST_SOURCE=1.
 build: $(VENV)/.tools

@@ -36,7 +36,7 @@ class Case:
     page_size: int = 16
     layout: str = "NHD"
     mode: str = "graph"  # "graph": replays of a CUDA graph; "eager": calls from Python
-    warm: bool = False  # the same inputs in every call, instead of sets that together exceed the cache
+    warm: bool = False  # of an op: the same inputs in every call, instead of sets that together exceed the cache
     num_steps: int = 4  # of a round
     topk: int = 1
 

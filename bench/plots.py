@@ -97,7 +97,7 @@ def _latency(record: Record, rows: list[Row], axis: str) -> Figure | None:
     stray = Line2D([], [], linestyle="", marker="o", color="black", markerfacecolor="white", label="at another context")
     handles = [*(_handle(name, shown) for name in candidates_of(shown)), floor, *([stray] if strays else [])]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 2 * max(width, 2)), fontsize=9)
-    settings = settings_text(common_settings(row.case for row in shown), ("dtype", "kv_dtype", "mode", "warm"))
+    settings = settings_text(common_settings(row.case for row in shown), ("dtype", "kv_dtype", "mode"))
     title = "Latency against batch" if axis == "batch" else "Latency against context at batch 1"
     figure.suptitle(f"{title} (median, p10 to p90)\n{record.run.device_name}, {settings}")
     return figure

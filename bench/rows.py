@@ -83,11 +83,15 @@ def common_settings(cases: Iterable[Case]) -> dict[str, Any]:
 
 
 def shared_settings(cases: Iterable[Case]) -> str:
-    """The common settings in words, for a title. A tree's topk is left to its rows."""
+    """The common settings in words, for a title: those that mean something for these cases.
+
+    A tree's topk is left to its rows. Only single ops rotate their inputs, so that the cache is cold.
+    """
     found = list(cases)
     rounds = any(case.level == "round" for case in found)
+    ops = all(case.level == "op" for case in found)
     names = [name for name in SETTINGS if name not in OF_A_ROUND or (rounds and name == "num_steps")]
-    return settings_text(common_settings(found), names)
+    return settings_text(common_settings(found), [name for name in names if ops or name != "warm"])
 
 
 def settings_text(values: Mapping[str, Any], names: Iterable[str] = SETTINGS) -> str:

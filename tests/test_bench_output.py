@@ -70,10 +70,17 @@ def test_results_without_a_time_are_explained_once_and_counted() -> None:
 
 
 def test_unusual_settings_are_named_in_their_row_only() -> None:
-    cases = [replace(CASE, batch=batch) for batch in (1, 2, 4)] + [replace(CASE, kv_dtype="fp8", warm=True)]
+    one = replace(CASE, level="op", name="draft_attention", variant="full_attention")
+    cases = [replace(one, batch=batch) for batch in (1, 2, 4)] + [replace(one, kv_dtype="fp8", warm=True)]
     text = shown(steps(*map(result, cases)))
-    assert "step, microseconds a step: bf16, KV bf16, page 16, NHD, graph, cold cache" in text
-    assert "step, KV fp8, warm cache" in line_with(text, "KV fp8")
+    assert "op, microseconds a call: bf16, KV bf16, page 16, NHD, graph, cold cache" in text
+    assert "full_attention, KV fp8, warm cache" in line_with(text, "KV fp8")
+
+
+def test_only_ops_have_a_cold_cache() -> None:
+    """A step reads the same weights in every call."""
+    text = shown(steps(result(CASE)))
+    assert "step, microseconds a step: bf16, KV bf16, page 16, NHD, graph\n" in text
 
 
 def test_header_names_machine_bandwidths_and_peers() -> None:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from mtp_kernels.triton_ops import centroid_logits, centroid_topk, lm_head_topk, sample_logits
+from mtp_kernels.triton_ops._launch import Launch
 from triton_compile import ARCHITECTURES, SHARED_LIMIT, compile_launch
 
 from mtp_kernels.weights import PRESETS
-from triton_ops import centroid_logits, centroid_topk, lm_head_topk, sample_logits
-from triton_ops._launch import Launch
 
 CHECKPOINTS = [PRESETS[name] for name in ("E2B", "E4B", "12B", "26B-A4B", "31B")]
 DENSE = sorted({(c.vocab, c.hidden) for c in CHECKPOINTS if c.head == "dense"})
