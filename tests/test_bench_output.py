@@ -72,7 +72,7 @@ def test_results_without_a_time_are_explained_once_and_counted() -> None:
 def test_unusual_settings_are_named_in_their_row_only() -> None:
     one = replace(CASE, level="op", name="draft_attention", variant="full_attention")
     cases = [replace(one, batch=batch) for batch in (1, 2, 4)] + [replace(one, kv_dtype="fp8", warm=True)]
-    text = shown(steps(*map(result, cases)))
+    text = shown(steps(*map(result, cases)), width=160)
     assert "op, microseconds a call: bf16, KV bf16, page 16, NHD, graph, cold cache" in text
     assert "full_attention, KV fp8, warm cache" in line_with(text, "KV fp8")
 
