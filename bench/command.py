@@ -67,7 +67,7 @@ def _measure(args: argparse.Namespace) -> int:
         targets = [sys.stdout] if args.json else []
         if args.out:
             targets.append(stack.enter_context(_open(args.out)))
-        record = Record(_describe(device, setting))
+        record = Record(_describe(device, setting, args.words))
         for target in targets:
             write_lines(target, [record.run.as_json()])
         shown = stack.enter_context(_progress(args.json, len(cases)))
@@ -128,11 +128,11 @@ def _setting(args: argparse.Namespace, device: torch.device) -> Setting:
     return Setting(device, machine.cache_bytes(device), peers, compiles, compiles, args.samples, args.seconds)
 
 
-def _describe(device: torch.device, setting: Setting) -> Run:
+def _describe(device: torch.device, setting: Setting, words: Sequence[str]) -> Run:
     copy, read = machine.bandwidths(device)
     name, about = machine.describe(device)  # its clocks behind some work, not of a device that rests
     return Run(
-        command=shlex.join(["mtp-kernels", *sys.argv[1:]]),
+        command=shlex.join(["mtp-kernels", *words]),
         commit=machine.commit(),
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         device=device.type,

@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     listing = commands.add_parser("report", help="which implementation serves each op on this machine, and why")
     listing.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
+    args.words = list(sys.argv[1:] if argv is None else argv)  # for the record of what was run
     if args.command == "report":
         return _report(args.json)
     try:

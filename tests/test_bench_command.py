@@ -73,7 +73,7 @@ def test_json_prints_the_record_and_nothing_else(tmp_path: Path, capsys: pytest.
     assert run.device == "cpu" and run.device_name and run.node_us is None
     assert min(run.copy_bandwidth, run.read_bandwidth, run.flops_per_second) > 0
     assert run.machine["torch"] == torch.__version__ and run.machine["threads"] == 1
-    assert run.command.startswith("mtp-kernels ") and run.commit and run.date.endswith("+00:00")
+    assert run.command.startswith("mtp-kernels bench --") and run.commit and run.date.endswith("+00:00")
 
 
 def test_the_machine_is_measured_as_it_is() -> None:

@@ -19,8 +19,12 @@ WITH_KERNEL = [name for name, op in OPS.items() if any(k.implementation == "trit
 @pytest.mark.parametrize("op", WITH_KERNEL)
 def test_interpreted(op: str) -> None:
     files = [str(p) for p in sorted(TESTS.glob(f"test_{op}*.py"))]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "triton", *files]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, env=environment, timeout=600)
+    config = str(TESTS.parent / "pyproject.toml")
+    command = [sys.executable, "-m", "pytest", "-c", config, "-q", "-x", "-p", "no:cacheprovider", "-k", "triton"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | {"TRITON_INTERPRET": "1"}
+    paths = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, paths))
+    # Not in the repository's folder: its mtp_kernels would come before the installed one.
+    done = subprocess.run([*command, *files], cwd=TESTS, capture_output=True, text=True, env=environment, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 0  # type: ignore[index]

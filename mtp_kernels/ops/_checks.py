@@ -59,8 +59,13 @@ def check_min_rank(op: str, name: str, tensor: Tensor, rank: int) -> None:
 def check_shape(op: str, name: str, tensor: Tensor, want: Sequence[int | None], why: str = "") -> None:
     """`tensor.shape` equals `want`, where None stands for any size."""
     shape = tensor.shape
-    if len(shape) != len(want) or any(w is not None and w != n for n, w in zip(shape, want)):
-        fail(op, name, show_shape(want), show_shape(shape), why)
+    if len(shape) == len(want):
+        for n, w in zip(shape, want):
+            if w is not None and w != n:
+                break
+        else:
+            return
+    fail(op, name, show_shape(want), show_shape(shape), why)
 
 
 def check_dtype(op: str, name: str, tensor: Tensor, allowed: Sequence[torch.dtype], why: str = "") -> None:
@@ -72,7 +77,7 @@ def check_float(op: str, name: str, tensor: Tensor, like: Tensor | None = None, 
     """`tensor` is bf16, fp16 or fp32, and has the dtype of `like` where one is given."""
     if like is None:
         check_dtype(op, name, tensor, FLOATS)
-    else:
+    elif tensor.dtype != like.dtype:  # no message is put together before it is needed
         check_dtype(op, name, tensor, (like.dtype,), f"{like_name} is {show_dtypes([like.dtype])}")
 
 
@@ -90,9 +95,7 @@ def check_index(op: str, name: str, tensor: Tensor) -> None:
 def check_last_contiguous(op: str, **tensors: Tensor | None) -> None:
     """Every tensor's last dimension has stride 1 (a size of 0 or 1 has no stride that matters)."""
     for name, tensor in tensors.items():
-        if tensor is None or tensor.dim() == 0:
-            continue
-        if tensor.size(-1) > 1 and tensor.stride(-1) != 1:
+        if tensor is not None and tensor.dim() > 0 and tensor.stride(-1) != 1 and tensor.size(-1) > 1:
             fail(op, name, "a contiguous last dimension", f"strides {show_shape(tensor.stride())}")
 
 
