@@ -95,6 +95,20 @@ def check_rows_alone(op: str, implementation: str, normed: Tensor, *args: Any, *
                 assert_same_bits(two, one[index])
 
 
+def check_threads(op: str, implementation: str, *args: Any, **kwargs: Any) -> None:
+    """One thread and two give the same bits."""
+    made = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            with forced(implementation):
+                made.append(results(call(op, *args, **kwargs)))
+    finally:
+        torch.set_num_threads(2)  # as conftest.py has it
+    for one, two in zip(*made):
+        assert_same_bits(one, two)
+
+
 def exact_on_cpu(device: str) -> Any:
     """What makes inputs for check_rows_alone: the products of Triton's interpreter depend on their shape, too."""
     return random_tensor if device == "cuda" else integers

@@ -22,7 +22,7 @@ from harness import (
     random_tensor,
     to64,
 )
-from head_cases import INDICES, LargestFp32, check_reads_nothing, check_rows_alone, integers
+from head_cases import INDICES, LargestFp32, check_reads_nothing, check_rows_alone, check_threads, integers
 
 from mtp_kernels import reorder_lm_head
 from mtp_kernels.reference.centroid_logits import centroid_logits as reference
@@ -122,6 +122,16 @@ def test_wild_ordering_is_clamped(device: str, implementation: str, ordered: boo
         expected = call(OP, normed, centroids, ordering.clamp(0, 34), head, 7, centroid_ordered=ordered)
     assert_same_bits(got[0], expected[0])
     assert_same_bits(got[1], expected[1])
+
+
+@pytest.mark.kernels_only
+@pytest.mark.parametrize("implementation", [i for i in implementations(OP) if i != "triton"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_rows_and_threads_change_no_bits(implementation: str, dtype: torch.dtype) -> None:
+    """Random values, whose sums show any other order, and sizes that no vector divides."""
+    normed, *rest = arguments((71,), 87, 150, 7, dtype)
+    check_rows_alone(OP, implementation, normed, *rest)
+    check_threads(OP, implementation, normed, *rest)
 
 
 def test_only_chosen_rows_are_converted() -> None:

@@ -29,6 +29,7 @@ from head_cases import (
     assert_topk,
     check_reads_nothing,
     check_rows_alone,
+    check_threads,
     exact_on_cpu,
     integers,
 )
@@ -199,6 +200,16 @@ def test_wild_ordering_is_clamped(device: str, implementation: str, index: torch
         expected = call(OP, normed, centroids, ordering.clamp(0, 34), head, 7, 35, centroid_ordered=ordered)
     for a, b in zip(got, expected):
         assert_same_bits(a, b)
+
+
+@pytest.mark.kernels_only
+@pytest.mark.parametrize("implementation", [i for i in implementations(OP) if i != "triton"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_rows_and_threads_change_no_bits(implementation: str, dtype: torch.dtype) -> None:
+    """Random values, whose sums show any other order, and sizes that no vector divides."""
+    args = arguments((71,), 87, 150, 7, 40, 5, dtype)
+    check_rows_alone(OP, implementation, *args)
+    check_threads(OP, implementation, *args)
 
 
 def test_only_chosen_rows_are_converted() -> None:

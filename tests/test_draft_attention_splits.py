@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import OP, check_call, close, each_implementation, everywhere, options, problem
-from harness import assert_same_bits, call, forced
+from attention_cases import FP8, OP, check_call, close, each_implementation, everywhere, options, problem
+from harness import FLOATS, assert_same_bits, call, forced
 from torch import Tensor
 
 HEADS: dict[str, Any] = {"heads": (2, 1), "rows": 1}
@@ -70,3 +70,36 @@ def test_neighbours_with_many_keys_change_no_bit(device: str, implementation: st
 def test_more_queries_than_a_tile_holds(device: str, implementation: str, rows: int, heads: tuple[int, int]) -> None:
     check_call(*problem([70], rows=rows, heads=heads, page_size=16, device=device, **options(1, rows, device=device)),
                implementation)
+
+
+@pytest.mark.kernels_only
+@each_implementation
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("window_left", [-1, 511])
+def test_the_number_of_threads_changes_no_bit(implementation: str, dtype: torch.dtype, window_left: int) -> None:
+    """Work enough for several threads, which finish the splits in any order."""
+    args, kwargs = problem([2000, 3, 0, 513], page_size=16, rows=3, heads=(4, 2), head_dim=256, dtype=dtype,
+                           window_left=window_left, **options(4, 3, 256))
+    before = torch.get_num_threads()
+    try:
+        with forced(implementation):
+            torch.set_num_threads(1)
+            expected = call(OP, *args, **kwargs)
+            torch.set_num_threads(2)
+            for _ in range(5):
+                assert_same_bits(call(OP, *args, **kwargs), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+@each_implementation
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("head_dim", [2, 18, 34, 50, 66, 80])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_rows_that_fill_no_vector(implementation: str, dtype: torch.dtype, head_dim: int, fp8: bool) -> None:
+    if implementation == "triton":
+        pytest.skip("takes powers of two")
+    scales: dict[str, Any] = {"kv_dtype": FP8, "k_scale": torch.tensor(0.5), "v_scale": torch.tensor([2.0, 0.3])}
+    extra = {**options(2, 3, head_dim), **(scales if fp8 else {})}
+    for heads in ((2, 2), (10, 2)):
+        check_call(*problem([37, 150], rows=3, heads=heads, head_dim=head_dim, dtype=dtype, **extra), implementation)

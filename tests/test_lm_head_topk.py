@@ -30,6 +30,7 @@ from head_cases import (
     assert_topk,
     check_reads_nothing,
     check_rows_alone,
+    check_threads,
     exact_on_cpu,
     integers,
 )
@@ -193,6 +194,34 @@ def test_nan_and_infinity(device: str, implementation: str, mapped: bool) -> Non
 @pytest.mark.parametrize("k", [1, 5])
 def test_rows_alone(device: str, implementation: str, dtype: torch.dtype, k: int) -> None:
     check_rows_alone(OP, implementation, *arguments((37,), 64, 300, k, dtype, device, exact_on_cpu(device)))
+
+
+@pytest.mark.kernels_only
+@pytest.mark.parametrize("implementation", [i for i in implementations(OP) if i != "triton"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_rows_and_threads_change_no_bits(implementation: str, dtype: torch.dtype) -> None:
+    """Random values, whose sums show any other order, more rows than a pass takes, and several chunks."""
+    normed, weight, k = arguments((71,), 87, 2500, 5, dtype)
+    quantized, scale = quantize_lm_head(weight)
+    for head, options in ((weight, {"logits_soft_cap": 3.0}), (quantized, {"weight_scale": scale})):
+        check_rows_alone(OP, implementation, normed, head, k, **options)
+        check_threads(OP, implementation, normed, head, k, **options)
+
+
+@pytest.mark.kernels_only
+@pytest.mark.parametrize("implementation", [i for i in implementations(OP) if i != "triton"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_chunks_of_a_large_head(implementation: str, dtype: torch.dtype) -> None:
+    """More rows than one task takes, with a map: the reference's ids, NaN and a row of -inf among them."""
+    normed, weight, k = arguments((3,), 8, 3001, 9, dtype, make=integers)
+    weight[[0, 1500, 3000]], normed[1] = torch.nan, torch.nan
+    options = {"token_map": token_map(3001), "logits_soft_cap": 30.0}
+    with forced(implementation):
+        got = call(OP, normed, weight, k, **options)
+    expected = reference(normed, weight, k, **options)
+    assert got[1].tolist() == expected[1].tolist()
+    torch.testing.assert_close(got[0], expected[0], rtol=1e-6, atol=4e-6)
+    torch.testing.assert_close(got[2], expected[2], rtol=1e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("rows_at_a_time", [1, 3, 16, 39])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from gemm_cases import check_rows_alone
+from gemm_cases import check_rows_alone, check_threads
 from harness import (
     DEVICES,
     FLOATS,
@@ -110,6 +110,20 @@ def test_huge_gates_give_no_nan(device: str, implementation: str, dtype: torch.d
     assert_same_bits(got, (gates.clamp(min=0) * 0.5).t().contiguous())
 
 
+@pytest.mark.parametrize("implementation", ["cpu"])
+def test_cpu_gelu_over_its_range(implementation: str) -> None:
+    gate = torch.cat((torch.linspace(-13, 13, 20001), torch.tensor([1e-30, -1e-30, 1e19, -1e19, 3e38, -3e38])))
+    weight = torch.cat((gate, torch.ones_like(gate))).unsqueeze(1)
+    wide = gate.double()
+    twice = math.sqrt(8 / math.pi) * (wide + 0.044715 * wide**3)  # 1 + tanh(z) = 2 sigmoid(2 z), which does not cancel
+    exact = wide * torch.sigmoid(twice)
+    with forced(implementation):
+        got = call(OP, torch.ones(1), torch.ones(1), 0.0, weight)
+    # A rounding or two of 2 z, and of everything behind it; below e^-87 the result may be 0.
+    units = 2 + torch.sigmoid(-twice) * (2 + 2 * twice.abs())
+    assert ((got - exact).abs() <= torch.finfo(torch.float32).eps * units * exact.abs() + 1e-36).all()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("implementation", implementations(OP))
 def test_zero_rows_stay_zero(device: str, implementation: str) -> None:
@@ -166,6 +180,15 @@ def test_a_row_does_not_depend_on_the_batch(device: str, implementation: str, dt
     sizes = ((72, 40), (256, 2048), (256, 1000), (768, 200), (1024, 8192))
     for inner, intermediate in sizes if device == "cuda" else sizes[:1]:
         args = arguments((150,), inner, intermediate, dtype, device)
+        check_rows_alone(OP, implementation, args, (0,))
+
+
+@pytest.mark.parametrize("implementation", ["cpu"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_cpu_bits_depend_on_neither_threads_nor_batch(implementation: str, dtype: torch.dtype) -> None:
+    for inner, intermediate in ((264, 1000), (256, 90), (21, 333)):  # whole and broken vectors, and groups of rows
+        args = arguments((150,), inner, intermediate, dtype)
+        check_threads(OP, implementation, args)
         check_rows_alone(OP, implementation, args, (0,))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from gemm_cases import check_rows_alone
+from gemm_cases import check_rows_alone, check_threads
 from harness import (
     DEVICES,
     FLOATS,
@@ -175,6 +175,15 @@ def test_a_row_does_not_depend_on_the_batch(device: str, implementation: str, dt
     sizes = ((72, 40), (256, 2560), (768, 200), (1024, 5376))
     for inner, backbone in sizes if device == "cuda" else sizes[:1]:
         args = arguments((150,), inner, backbone, dtype, device)
+        check_rows_alone(OP, implementation, args, (0,))
+
+
+@pytest.mark.parametrize("implementation", ["cpu"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_cpu_bits_depend_on_neither_threads_nor_batch(implementation: str, dtype: torch.dtype) -> None:
+    for inner, out in ((264, 1000), (256, 90), (21, 333)):  # whole and broken vectors, and groups of weight rows
+        args = arguments((150,), inner, out, dtype)
+        check_threads(OP, implementation, args)
         check_rows_alone(OP, implementation, args, (0,))
 
 

@@ -23,7 +23,7 @@ from harness import (
     random_tensor,
     to64,
 )
-from head_cases import INDICES, check_reads_nothing
+from head_cases import INDICES, check_reads_nothing, check_threads
 from torch import Tensor
 
 from mtp_kernels.reference._philox import BELOW_ONE, gumbel_noise, philox
@@ -250,6 +250,24 @@ def test_long_rows_and_their_place(device: str, implementation: str, m: int) -> 
             torch.testing.assert_close(other[1], logprobs, rtol=1e-6, atol=1e-6)
         else:
             assert_same_bits(other[1], logprobs)
+
+
+@pytest.mark.kernels_only
+@pytest.mark.parametrize("implementation", [i for i in implementations(OP) if i != "triton"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_threads_change_no_bits(implementation: str, dtype: torch.dtype) -> None:
+    check_threads(OP, implementation, *arguments(3, 50_001, dtype))
+
+
+@pytest.mark.kernels_only
+@pytest.mark.parametrize("implementation", [i for i in implementations(OP) if i != "triton"])
+def test_noise_of_a_whole_vocabulary(implementation: str) -> None:
+    """Equal logits, so the noise alone decides: the reference's tokens, of all words of the counter and the key."""
+    seeds = torch.tensor(EXTREME)
+    args = (torch.zeros(1, 2**17).expand(len(EXTREME), -1), torch.ones(1), seeds, seeds.flip(0))
+    with forced(implementation):
+        ids, _ = call(OP, *args)
+    assert ids.tolist() == reference(*args)[0].tolist() and len(set(ids.tolist())) == len(EXTREME)
 
 
 @pytest.mark.parametrize("device", DEVICES)

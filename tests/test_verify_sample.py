@@ -24,7 +24,7 @@ from harness import (
     forced,
     strided,
 )
-from head_cases import check_reads_nothing
+from head_cases import check_reads_nothing, check_threads
 from torch import Tensor
 from tree_cases import INT_MIN, PARENTS, distribution, interpreted, links_of, on, places, sample_all
 
@@ -460,6 +460,21 @@ def test_a_request_does_not_depend_on_the_batch(device: str, implementation: str
         for whole, turned, alone in zip(together, reversed_order, verify([b])):
             assert_same_bits(whole[b], alone[0])
             assert_same_bits(turned[4 - b], alone[0])
+
+
+@pytest.mark.kernels_only
+@pytest.mark.parametrize("implementation", [i for d, i in places(OP) if d == "cpu" and i != "triton"])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("chain", [False, True])
+def test_several_chunks_and_threads(implementation: str, dtype: torch.dtype, chain: bool) -> None:
+    """A vocabulary of many chunks: the exact rule's tokens, and the same bits with one thread and with two."""
+    args = arguments(3, 40_000, device="cpu", dtype=dtype)
+    args[0][:, 1:] = args[4].argmax(-1)[:, :1]
+    kwargs = {"draft_probs": dyadic(3, len(PARENTS), 40_000, seed=77).to(dtype)} if chain else {}
+    with forced(implementation):
+        got = call(OP, *args, **kwargs)
+    assert [r.tolist() for r in got] == expected(*args, **kwargs)
+    check_threads(OP, implementation, *args, **kwargs)
 
 
 @pytest.mark.parametrize(("device", "implementation"), places(OP))

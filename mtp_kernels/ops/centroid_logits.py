@@ -18,7 +18,7 @@ from ._checks import (
     require,
 )
 from ._contents import check_contents_finite, check_contents_range
-from ._registry import Spec, register, triton_kernel
+from ._registry import Spec, cpp_kernel, register, triton_kernel
 
 NAME = "centroid_logits"
 SCHEMA = """centroid_logits(Tensor normed, Tensor centroid_weight, Tensor token_ordering, Tensor lm_head_weight,
@@ -159,5 +159,12 @@ def serves(
     return "normed has no columns" if normed.size(-1) == 0 else ""
 
 
+def serves_cpu(normed: Tensor, centroid_weight: Tensor, token_ordering: Tensor, *args: object, **options: object
+               ) -> str:
+    """Why the C++ kernel does not serve these arguments, or "": those of `centroid_topk` too."""
+    vocab = token_ordering.size(0)
+    return f"a vocabulary of {vocab}, more than 2^32 - 1" if vocab >= 2**32 else ""
+
+
 register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents,
-         kernels=(triton_kernel(NAME, serves),))
+         kernels=(triton_kernel(NAME, serves), cpp_kernel(NAME, serves_cpu)))

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ..reference.centroid_topk import centroid_topk as reference
 from ._checks import check_range
-from ._registry import Spec, register, triton_kernel
-from .centroid_logits import check_head, check_head_contents
+from ._registry import Spec, cpp_kernel, register, triton_kernel
+from .centroid_logits import check_head, check_head_contents, serves_cpu
 from .centroid_logits import serves as serves_head
 
 NAME = "centroid_topk"
@@ -117,4 +117,4 @@ def serves(
 
 
 register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents,
-         kernels=(triton_kernel(NAME, serves),))
+         kernels=(triton_kernel(NAME, serves), cpp_kernel(NAME, serves_cpu)))

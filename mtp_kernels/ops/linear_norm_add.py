@@ -17,7 +17,7 @@ from ._checks import (
     show_shape,
 )
 from ._contents import check_contents_finite
-from ._registry import Spec, register, triton_kernel
+from ._registry import Spec, cpp_kernel, register, triton_kernel
 
 NAME = "linear_norm_add"
 MAX_COLUMNS = 32768  # that the Triton kernel norms: a block holds a row
@@ -100,4 +100,4 @@ def serves(
 
 
 register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents,
-         kernels=(triton_kernel(NAME, serves),))
+         kernels=(triton_kernel(NAME, serves), cpp_kernel(NAME)))

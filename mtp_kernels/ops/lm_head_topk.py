@@ -24,7 +24,7 @@ from ._checks import (
     show_shape,
 )
 from ._contents import check_contents, check_contents_finite
-from ._registry import Spec, register, triton_kernel
+from ._registry import Spec, cpp_kernel, register, triton_kernel
 
 NAME = "lm_head_topk"
 SCHEMA = """lm_head_topk(Tensor normed, Tensor weight, SymInt k, *, Tensor? weight_scale=None, Tensor? token_map=None,
@@ -162,5 +162,10 @@ def serves(normed: Tensor, weight: Tensor, k: int, **options: object) -> str:
     return "normed has no columns" if normed.size(-1) == 0 else ""
 
 
+def serves_cpu(normed: Tensor, weight: Tensor, k: int, **options: object) -> str:
+    """Why the C++ kernel does not serve these arguments, or ""."""
+    return f"k is {k}, more than 128: every 1024 rows of the weight keep their best" if k > 128 else ""
+
+
 register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents,
-         kernels=(triton_kernel(NAME, serves),))
+         kernels=(triton_kernel(NAME, serves), cpp_kernel(NAME, serves_cpu)))

@@ -16,7 +16,7 @@ from ._checks import (
     require,
 )
 from ._contents import check_contents_finite
-from ._registry import Spec, register, triton_kernel
+from ._registry import Spec, cpp_kernel, register, triton_kernel
 
 NAME = "norm_geglu"
 SCHEMA = "norm_geglu(Tensor x, Tensor norm_weight, float eps, Tensor gate_up_weight) -> Tensor"
@@ -76,4 +76,4 @@ def serves(x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor) -
 
 
 register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents,
-         kernels=(triton_kernel(NAME, serves),))
+         kernels=(triton_kernel(NAME, serves), cpp_kernel(NAME)))

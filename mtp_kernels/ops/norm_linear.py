@@ -15,7 +15,7 @@ from ._checks import (
     check_shape,
 )
 from ._contents import check_contents_finite
-from ._registry import Spec, register, triton_kernel
+from ._registry import Spec, cpp_kernel, register, triton_kernel
 
 NAME = "norm_linear"
 SCHEMA = "norm_linear(Tensor x, Tensor norm_weight, float eps, Tensor weight) -> Tensor"
@@ -70,4 +70,4 @@ def serves(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> str:
 
 
 register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents,
-         kernels=(triton_kernel(NAME, serves),))
+         kernels=(triton_kernel(NAME, serves), cpp_kernel(NAME)))

@@ -18,7 +18,7 @@ from ._checks import (
     fail,
 )
 from ._contents import check_contents, check_contents_finite, check_contents_range
-from ._registry import Spec, register, triton_kernel
+from ._registry import Spec, cpp_kernel, register, triton_kernel
 
 NAME = "pre_project"
 SCHEMA = (
@@ -149,4 +149,4 @@ def serves(
 
 
 register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents,
-         kernels=(triton_kernel(NAME, serves),))
+         kernels=(triton_kernel(NAME, serves), cpp_kernel(NAME)))

@@ -18,7 +18,7 @@ from ._checks import (
     show_shape,
 )
 from ._contents import check_contents
-from ._registry import Spec, register, triton_kernel
+from ._registry import Spec, cpp_kernel, register, triton_kernel
 
 NAME = "sample_logits"
 SCHEMA = """sample_logits(Tensor logits, Tensor temperature, Tensor seed, Tensor offset, *,
@@ -112,4 +112,4 @@ def serves(logits: Tensor, *args: object, **options: object) -> str:
 
 
 register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents,
-         kernels=(triton_kernel(NAME, serves),))
+         kernels=(triton_kernel(NAME, serves), cpp_kernel(NAME)))

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..reference.verify_sample import verify_sample as reference
 from ._checks import check_device, check_dtype, check_float, check_last_contiguous, check_shape, require, show_shape
 from ._contents import check_contents
-from ._registry import Spec, register, triton_kernel
+from ._registry import Spec, cpp_kernel, register, triton_kernel
 from ._tree_checks import check_draft, check_draft_contents, check_target_rows
 
 NAME = "verify_sample"
@@ -144,5 +144,5 @@ def serves(
 
 register(
     SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents,
-    kernels=(triton_kernel(NAME, serves),),
+    kernels=(triton_kernel(NAME, serves), cpp_kernel(NAME)),
 )

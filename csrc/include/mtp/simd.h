@@ -67,7 +67,8 @@ inline Floats widen(Shorts bits, Half) {
 
 // Like fp16: a product moves the exponent (by 2^120); 0x7f is NaN, and there is no infinity.
 inline Floats widen(Bytes bits, Float8E4M3) {
-  const Words word = __builtin_convertvector(bits, Words);
+  // Through 16 bits: g++ 12 does the whole conversion element by element.
+  const Words word = __builtin_convertvector(__builtin_convertvector(bits, Shorts), Words);
   const Words magnitude = word & 0x7fu;
   const Words finite = (Words)((Floats)(magnitude << 20) * broadcast(as_float(0x7b800000u)));  // 2^120
   const Words value = (Ints)(magnitude == 0x7fu) ? broadcast_word(0x7fc00000u) : finite;

@@ -1,0 +1,177 @@
+// The inner loops of draft_attention: tiles of queries and keys in registers. A key or value is widened once a tile.
+#pragma once
+
+#include "mtp/attention.h"
+#include "mtp/simd.h"
+
+namespace mtp::MTP_ISA::attention {
+
+constexpr int64_t kStep = 2 * kLanes;
+constexpr int kTileQueries = kAttentionTile;
+constexpr int kTileKeys = kLanes == 16 ? 4 : 2;   // as many accumulators as the registers hold
+constexpr int kTileSteps = kLanes == 16 ? 2 : 1;  // the same, of values
+
+struct Pair {
+  Floats a, b;
+};
+
+template <int n>
+struct Constant {
+  static constexpr int value = n;
+};
+
+inline Pair load_pair(const float* at) { return {load(at), load(at + kLanes)}; }
+
+// The even elements, then the odd ones: two instructions, where the order in memory takes four.
+inline Pair load_pair(const BFloat16* at) {
+  Words words;
+  __builtin_memcpy(&words, at, sizeof words);
+  return {(Floats)(words << 16), (Floats)(words & 0xffff0000u)};
+}
+
+// Into the second cache: a core has more such reads on the way than reads into the first one, and from memory that made
+// 1.2 ms of 2.4 (8192 keys of 2 heads, head_dim 512, bf16, one core).
+template <class T>
+inline void prefetch_step(const T* at) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  for (int64_t i = 0; i < kStep; i += kLine) {
+    __builtin_prefetch(at + i, 0, 2);
+  }
+}
+
+typedef float Four __attribute__((vector_size(16)));
+
+inline Four fold(Floats v) {
+#if MTP_LANES == 16
+  const auto half = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+                    __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+  return __builtin_shufflevector(half, half, 0, 1, 2, 3) + __builtin_shufflevector(half, half, 4, 5, 6, 7);
+#elif MTP_LANES == 8
+  return __builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7);
+#else
+  return v;
+#endif
+}
+
+// The sums of the lanes of each. By shuffles of small vectors: `sum` of simd.h goes through memory in some compilers.
+inline Four sums_of(Floats a, Floats b, Floats c, Floats d) {
+  const Four p = fold(a), q = fold(b), r = fold(c), s = fold(d);
+  const Four pq = __builtin_shufflevector(p, q, 0, 4, 1, 5) + __builtin_shufflevector(p, q, 2, 6, 3, 7);
+  const Four rs = __builtin_shufflevector(r, s, 0, 4, 1, 5) + __builtin_shufflevector(r, s, 2, 6, 3, 7);
+  return __builtin_shufflevector(pq, rs, 0, 1, 4, 5) + __builtin_shufflevector(pq, rs, 2, 3, 6, 7);
+}
+
+// A block of rows of a cache, one KV head: `count` rows, and the last again behind them.
+template <class T>
+struct Block {
+  using Element = T;
+  const T* row[kAttentionBlock];
+  int64_t count;
+};
+
+// scores[i][j] = queries[i] . keys[j], for a whole tile of queries: a step of one, the same step of the next, and so
+// on.
+template <class T, int kQueries, bool kPrefetch>
+inline void score_tile(const T* const* keys, const T* const* next, const float* queries, int64_t width, float* scores,
+                       int64_t score_stride) {
+  Floats sums[kQueries][kTileKeys] = {};
+  for (int64_t d = 0; d < width; d += kStep) {
+    Pair key[kTileKeys];
+    for (int j = 0; j < kTileKeys; ++j) {
+      key[j] = load_pair(keys[j] + d);
+      if (kPrefetch) {
+        prefetch_step(next[j] + d);
+      }
+    }
+    for (int i = 0; i < kQueries; ++i) {
+      const Pair query = load_pair(queries + d * kQueries + i * kStep);
+      for (int j = 0; j < kTileKeys; ++j) {
+        sums[i][j] += key[j].a * query.a;
+      }
+      for (int j = 0; j < kTileKeys; ++j) {
+        sums[i][j] += key[j].b * query.b;
+      }
+    }
+  }
+  for (int i = 0; i < kQueries; ++i) {
+    constexpr int kLast = kTileKeys - 1;
+    const Four tile = sums_of(sums[i][0], sums[i][1], sums[i][kLast == 3 ? 2 : 0], sums[i][kLast]);
+    __builtin_memcpy(scores + i * score_stride, &tile, kTileKeys * sizeof(float));
+  }
+}
+
+template <class T, int kQueries, bool kPrefetch>
+void score_block(const Block<T>& keys, const Block<T>& next, const float* queries, int64_t width, float* scores,
+                 int64_t score_stride) {
+  for (int64_t j = 0; j < keys.count; j += kTileKeys) {
+    score_tile<T, kQueries, kPrefetch>(keys.row + j, next.row + j, queries, width, scores + j, score_stride);
+  }
+}
+
+// sums[i] += weights[i][j] * values[j], over the block; `fresh` starts from zero.
+template <class T, int kQueries, int kSteps, bool kPrefetch>
+inline void add_tile(const Block<T>& values, const Block<T>& next, int64_t d, const float* weights,
+                     int64_t weight_stride, bool fresh, float* sums, int64_t width) {
+  Pair total[kQueries][kSteps] = {};
+  if (!fresh) {
+    for (int i = 0; i < kQueries; ++i) {
+      for (int s = 0; s < kSteps; ++s) {
+        total[i][s] = load_pair(sums + i * width + d + s * kStep);
+      }
+    }
+  }
+  for (int64_t j = 0; j < values.count; ++j) {
+    Pair value[kSteps];
+    for (int s = 0; s < kSteps; ++s) {
+      value[s] = load_pair(values.row[j] + d + s * kStep);
+      if (kPrefetch) {
+        prefetch_step(next.row[j] + d + s * kStep);
+      }
+    }
+    for (int i = 0; i < kQueries; ++i) {
+      const Floats weight = broadcast(weights[i * weight_stride + j]);
+      for (int s = 0; s < kSteps; ++s) {
+        total[i][s].a += weight * value[s].a;
+        total[i][s].b += weight * value[s].b;
+      }
+    }
+  }
+  for (int i = 0; i < kQueries; ++i) {
+    for (int s = 0; s < kSteps; ++s) {
+      __builtin_memcpy(sums + i * width + d + s * kStep, &total[i][s], sizeof(Pair));
+    }
+  }
+}
+
+template <class T, int kQueries, bool kPrefetch>
+void add_block(const Block<T>& values, const Block<T>& next, const float* weights, int64_t weight_stride, bool fresh,
+               float* sums, int64_t width) {
+  int64_t d = 0;
+  for (; d + kTileSteps * kStep <= width; d += kTileSteps * kStep) {
+    add_tile<T, kQueries, kTileSteps, kPrefetch>(values, next, d, weights, weight_stride, fresh, sums, width);
+  }
+  for (; d < width; d += kStep) {
+    add_tile<T, kQueries, 1, kPrefetch>(values, next, d, weights, weight_stride, fresh, sums, width);
+  }
+}
+
+// Calls body with the number of queries of each tile as a constant: whole tiles, then what is left.
+template <class Body>
+inline void for_tiles(int64_t queries, const Body& body) {
+  int64_t i = 0;
+  for (; i + kTileQueries <= queries; i += kTileQueries) {
+    body(i, Constant<kTileQueries>{});
+  }
+  switch (queries - i) {
+    case 3:
+      return body(i, Constant<3>{});
+    case 2:
+      return body(i, Constant<2>{});
+    case 1:
+      return body(i, Constant<1>{});
+    default:
+      return;
+  }
+}
+
+}  // namespace mtp::MTP_ISA::attention
