@@ -26,7 +26,7 @@ def test_block_runs(number: int) -> None:
         exec(compile(BLOCKS[place], f"README block {place}", "exec"), names)
 
 
-@pytest.mark.parametrize("file", ["README.md", "bench/results/h200/README.md"])
+@pytest.mark.parametrize("file", ["README.md", "bench/results/h200/README.md", "bench/results/cpu/README.md"])
 def test_tables_are_those_of_the_records(file: str) -> None:
     """`mtp-kernels bench readme FILE` makes them."""
     text = (ROOT / file).read_text(encoding="utf-8")

@@ -28,6 +28,7 @@ from ._contents import debug_enabled
 from ._overlap import overlaps
 
 LIB = torch.library.Library("mtp", "FRAGMENT")
+MOST_SEEN = 4096  # kinds of calls remembered an op
 IMPLEMENTATIONS = ("reference", "cpu", "triton", "cuda")
 
 Spec = tuple[Sequence[int], torch.dtype]
@@ -62,6 +63,8 @@ class Op:
     kernels: tuple[Kernel, ...]
     out_names: tuple[str, ...]
     loaded: dict[Kernel, Callable[..., Any] | str] = field(default_factory=dict)
+    seen: dict[Any, Callable[..., Any]] = field(default_factory=dict)  # what serves arguments that passed the checks
+    seen_of: tuple[Kernel, ...] | None = None  # the table that `seen` was found with
 
     def kernel(self, kernel: Kernel) -> Callable[..., Any] | str:
         """The kernel's callable, or the reason why it cannot be had here (found out once)."""
@@ -154,10 +157,25 @@ def choose(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, 
 
 
 def _choose_and_run(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    op.check(*args, **kwargs)
+    """Checks and choice look at sizes, strides, dtypes, devices and scalars alone: once for each of these is enough."""
+    if op.seen_of is not op.kernels or len(op.seen) >= MOST_SEEN:
+        op.seen, op.seen_of = {}, op.kernels
+    key = (os.environ.get("MTP_FORCE_IMPL"), *map(_outside, args), *kwargs, *map(_outside, kwargs.values()))
+    function = op.seen.get(key)
+    if function is None:
+        op.check(*args, **kwargs)
+        function = choose(op, args, kwargs)[1]
+        op.seen[key] = function
     if op.contents is not None and debug_enabled(_first_tensor(args, kwargs)):
         op.contents(*args, **kwargs)
-    return _run(choose(op, args, kwargs)[1], args, kwargs)
+    return _run(function, args, kwargs)
+
+
+def _outside(value: Any) -> Any:
+    """What checks and choosers may look at."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    return value
 
 
 def _run_reference(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -6,7 +6,10 @@
 namespace mtp::MTP_ISA {
 namespace {
 
-constexpr int kTile = 32;                     // weight rows that all rows of x go over while they are in the cache
+constexpr int kTile = 32;  // weight rows that all rows of x go over while they are in the cache
+// Blocks of weight rows that are fetched ahead. Projections of an E2B step, bf16, 2 cores: 950 us without, 580 with 1,
+// 470 with 2, 550 with 4.
+constexpr int kAhead = 2;
 constexpr int kManyX = 4;                     // rows of x whose products share the registers
 constexpr int kManyW = kLanes == 16 ? 4 : 2;  // with so many weight rows,
 constexpr int kManyAlone = 2 * kManyW;        // or with so many when there is one row of x
@@ -49,12 +52,14 @@ inline Quad sums(Floats a, Floats b, Floats c, Floats d) {
 // by order, early enough that the sums live in registers from the first product to the last.
 template <class T, int kX, int kW>
 inline __attribute__((always_inline)) void accumulate(Floats (&sum_of)[kX][kW], const float* x, int64_t x_stride,
-                                                      const T* weight, int64_t weight_stride, int64_t pairs) {
+                                                      const T* weight, int64_t weight_stride, int64_t pairs,
+                                                      int64_t ahead) {
   for (; pairs > 0; --pairs, x += kPair, weight += kPair) {
     Pair w[kW];
 #pragma GCC unroll 8
     for (int j = 0; j < kW; ++j) {
       w[j] = load_pair(weight + j * weight_stride);
+      __builtin_prefetch(weight + j * weight_stride + ahead, 0, 2);  // of an address past the end does nothing
     }
 #pragma GCC unroll 8
     for (int i = 0; i < kX; ++i) {
@@ -83,10 +88,11 @@ inline void products(const LinearParams& p, const float* x, const T* weight, flo
   }
   const int64_t whole = p.columns / kPair;
   const int64_t left = p.columns - whole * kPair;
+  const int64_t ahead = kAhead * kW * p.weight_stride;
   for (int64_t segment = 0; segment < p.segments; ++segment) {
     const float* from = x + segment * p.segment_stride;
     const T* row = weight + segment * p.columns;
-    accumulate(sum_of, from, p.packed_stride, row, p.weight_stride, whole);
+    accumulate(sum_of, from, p.packed_stride, row, p.weight_stride, whole, ahead);
     if (left > 0) {
       T last[kW][kPair];  // the ends of the rows, and zeros
       __builtin_memset(last, 0, sizeof last);
@@ -95,7 +101,7 @@ inline void products(const LinearParams& p, const float* x, const T* weight, flo
         __builtin_memcpy(last[j], row + j * p.weight_stride + whole * kPair,
                          static_cast<unsigned long>(left) * sizeof(T));
       }
-      accumulate(sum_of, from + whole * kPair, p.packed_stride, last[0], kPair, 1);
+      accumulate(sum_of, from + whole * kPair, p.packed_stride, last[0], kPair, 1, 0);
     }
   }
 #pragma GCC unroll 8
