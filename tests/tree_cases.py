@@ -193,3 +193,9 @@ def draw(weights: Distribution, u: float) -> int:
         if cumulative > threshold:
             return token
     return 0
+
+
+def probabilities(*shape: int, seed: int) -> Tensor:
+    """Distributions over the last dimension."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.softmax(torch.randn(*shape, generator=generator) * 0.8, -1)
