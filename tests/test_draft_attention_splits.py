@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import FP8, OP, check_call, close, each_implementation, everywhere, options, problem
-from harness import FLOATS, assert_same_bits, call, forced
+from harness import FLOATS, assert_same_bits, call, forced, implementations
 from torch import Tensor
 
 HEADS: dict[str, Any] = {"heads": (2, 1), "rows": 1}
@@ -92,13 +92,11 @@ def test_the_number_of_threads_changes_no_bit(implementation: str, dtype: torch.
         torch.set_num_threads(before)
 
 
-@each_implementation
+@pytest.mark.parametrize("implementation", [i for i in implementations(OP) if i != "triton"])  # takes powers of two
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("head_dim", [2, 18, 34, 50, 66, 80])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_rows_that_fill_no_vector(implementation: str, dtype: torch.dtype, head_dim: int, fp8: bool) -> None:
-    if implementation == "triton":
-        pytest.skip("takes powers of two")
     scales: dict[str, Any] = {"kv_dtype": FP8, "k_scale": torch.tensor(0.5), "v_scale": torch.tensor([2.0, 0.3])}
     extra = {**options(2, 3, head_dim), **(scales if fp8 else {})}
     for heads in ((2, 2), (10, 2)):

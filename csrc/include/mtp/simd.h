@@ -156,11 +156,6 @@ inline void store(T* at, Floats values) {
   store_some(at, values, kLanes);
 }
 
-template <class T>
-inline void store_one(T* at, float value) {
-  store_some(at, broadcast(value), 1);
-}
-
 // The sum of the lanes, always in the same order: halves are added until one is left.
 inline float sum(Floats values) {
   for (int width = kLanes / 2; width > 0; width /= 2) {
