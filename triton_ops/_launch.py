@@ -20,8 +20,12 @@ class Launch:
     constants: dict[str, Any] = field(default_factory=dict)  # tl.constexpr parameters
     num_warps: int = 4
     num_stages: int = 1
+    early: bool = False  # may start before the kernel in front of it has ended: it calls wait_for_others itself
 
     def run(self) -> None:
         """Launch, unless the grid is empty."""
         if all(self.grid):
-            self.kernel[self.grid](**self.args, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages)
+            options = {"launch_pdl": True} if self.early else {}
+            self.kernel[self.grid](
+                **self.args, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages, **options
+            )
