@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..draft import DraftTree, draft, draft_step, num_candidates
+from ..captured import launch_round, why_not_fused
+from ..draft import DraftTree, draft_step, num_candidates
 from ..kv_view import KVView
 from ..weights import AssistantWeights
 from ..weights._config import SLIDING
@@ -27,6 +28,7 @@ LIB.impl("attend", lambda q, layer: ATTENDS[layer](q), "CompositeExplicitAutogra
 torch.library.register_fake("mtp_bench::attend", lambda q, layer: torch.empty_like(q), lib=LIB)
 ATTENDS: dict[int, plain.Attend] = {}  # what the compiled step's attention is at the moment, by layer
 
+FUSED = "triton, fused"  # what served it: the private kernels of a captured round
 NODES = 16  # of a tree
 DENSE_KEYS = 8192  # keys of a batch that transformers' copy of the cache may hold
 
@@ -85,12 +87,13 @@ class StepProblem:
 
 def candidates(case: Case, problem: StepProblem, setting: Setting) -> list[Candidate]:
     """Who runs the case, ours first."""
+    fused = case.mode == "graph" and not why_not_fused(problem.inputs.weights, problem.inputs.kv, case.topk)
+    ours = _our_round if case.level == "round" else _our_fused_chain if fused else _our_chain
+    served = FUSED if fused else served_by(lambda: ours(problem.inputs, case))
+    results = _tree if case.level == "round" else _flat
+    found = [Candidate("mtp", lambda one: lambda: ours(one, case), results, served)]
     if case.level == "round":
-        run = _chain_round if case.topk == 1 else _tree_round
-        served = served_by(lambda: run(problem.inputs, case))
-        return [Candidate("mtp", lambda one: lambda: run(one, case), tuple, served)]
-    served = served_by(lambda: _our_chain(problem.inputs, 1))
-    found = [Candidate("mtp", lambda one: lambda: _our_chain(one, case.num_steps), _flat, served)]
+        return found
     found.append(Candidate("pytorch", lambda one: _engine(one, case, plain.step, _gather(case)), _flat))
     if setting.compile_steps:
         torch._dynamo.reset()
@@ -105,10 +108,10 @@ def candidates(case: Case, problem: StepProblem, setting: Setting) -> list[Candi
     return found
 
 
-def _our_chain(one: StepInputs, num_steps: int) -> tuple[list[Tensor], list[Tensor]]:
+def _our_chain(one: StepInputs, case: Case) -> tuple[list[Tensor], list[Tensor]]:
     ids, state = one.seed_ids.unsqueeze(1), one.state.unsqueeze(1)
     all_ids, states = [], []
-    for _ in range(num_steps):
+    for _ in range(case.num_steps):
         step = draft_step(one.weights, one.kv, ids, state, one.positions)
         ids, state = step.token_ids[:, :, 0], step.state
         all_ids.append(ids[:, 0])
@@ -116,13 +119,25 @@ def _our_chain(one: StepInputs, num_steps: int) -> tuple[list[Tensor], list[Tens
     return all_ids, states
 
 
-def _chain_round(one: StepInputs, case: Case) -> DraftTree:
-    return draft(one.weights, one.kv, one.seed_ids, one.state, one.positions, case.num_steps)
+def _our_fused_chain(one: StepInputs, case: Case) -> tuple[list[Tensor], list[Tensor]]:
+    """The kernels that CapturedDraft captures."""
+    from ..fused import Drafter, draft_chain, overlaps
+
+    drafter = Drafter(one.weights, one.kv, one.positions, overlaps(one.seed_ids.device))
+    chain = draft_chain(drafter, one.seed_ids, one.state, case.num_steps, None, None)
+    return list(chain.cand_ids.unbind(1)), chain.states
 
 
-def _tree_round(one: StepInputs, case: Case) -> DraftTree:
+def _our_round(one: StepInputs, case: Case) -> Callable[[], DraftTree]:
+    """In a graph what CapturedDraft captures, else draft()."""
+    fused = case.mode == "graph" and not why_not_fused(one.weights, one.kv, case.topk)
+    nodes, roots = (None, None) if case.topk == 1 else (num_nodes(case), one.positions)
     start = (one.weights, one.kv, one.seed_ids, one.state, one.positions)
-    return draft(*start, case.num_steps, case.topk, num_nodes(case), one.positions)
+    return launch_round(*start, case.num_steps, case.topk, nodes, roots, fused=fused)
+
+
+def _tree(made: Callable[[], DraftTree]) -> tuple[Tensor | None, ...]:
+    return tuple(made())
 
 
 def num_nodes(case: Case) -> int:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .draft import DraftTree, draft
+from . import _triton
+from .draft import DraftTree, chain_links, check_draft, draft
 from .kv_view import KVView
 from .ops._checks import check_device, check_dtype, check_index, check_range, check_shape, fail, require
 from .weights import AssistantWeights
@@ -51,6 +52,8 @@ class CapturedDraft:
         num_steps: depth of the draft, or several to choose from at each replay.
         topk, num_draft_tokens: as for draft().
         root_positions: False for a chain that needs no draft_positions.
+        fused: private kernels that cross the borders of ops, where they serve (`why_not_fused` says why they do not);
+            False for the ops that draft() calls, and its bits. The fused ones round sums in another order.
 
     Raises:
         ArgumentError: as draft() does, and for a view with kv_indptr, whose capacity a graph cannot know.
@@ -80,6 +83,7 @@ class CapturedDraft:
         topk: int = 1,
         num_draft_tokens: int | None = None,
         root_positions: bool = True,
+        fused: bool = True,
     ) -> None:
         check_range(WHERE, "max_batch", max_batch, 1)
         depths = (num_steps,) if isinstance(num_steps, int) else tuple(num_steps)
@@ -88,6 +92,7 @@ class CapturedDraft:
         self.topk, self.num_draft_tokens = topk, num_draft_tokens
         self._with_roots = root_positions or topk > 1
         self._views = {name: _checked(name, view) for name, view in kv.items()}
+        self.why_not_fused = why_not_fused(weights, self._views, topk) if fused else "fused=False"
         self.buffers = _make_buffers(weights, self._views, max_batch)
         self.batch_sizes = _buckets(max_batch)
         self._graphs: dict[tuple[int, int], Callable[[], DraftTree]] = {}
@@ -174,15 +179,18 @@ class CapturedDraft:
             for name, view in self._views.items()
         }
 
-        def run() -> DraftTree:
-            return draft(
-                self.weights, kv, b.seed_ids[:size], b.seed_state[:size], b.positions[:size], depth, self.topk,
-                self.num_draft_tokens, b.root_positions[:size] if self._with_roots else None,
-            )
+        def run() -> Callable[[], DraftTree]:
+            roots = b.root_positions[:size] if self._with_roots else None
+            seeds = (b.seed_ids[:size], b.seed_state[:size], b.positions[:size])
+            fused = not self.why_not_fused
+            return launch_round(self.weights, kv, *seeds, depth, self.topk, self.num_draft_tokens, roots, fused=fused)
 
+        check_draft(
+            self.weights, kv, b.seed_ids[:size], b.seed_state[:size], b.positions[:size], depth, self.topk,
+            self.num_draft_tokens, b.root_positions[:size] if self._with_roots else None,
+        )
         if self.weights.device.type != "cuda":
-            run()  # checks the arguments
-            return run
+            return lambda: run()()
         stream = torch.cuda.Stream(self.weights.device)
         stream.wait_stream(torch.cuda.current_stream(self.weights.device))
         with torch.cuda.stream(stream):
@@ -191,13 +199,54 @@ class CapturedDraft:
         torch.cuda.current_stream(self.weights.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            tree = run()
+            made = run()
+        tree = made()
 
         def replay() -> DraftTree:
             graph.replay()
             return tree
 
         return replay
+
+
+def launch_round(
+    weights: AssistantWeights,
+    kv: Mapping[str, KVView],
+    seed_ids: Tensor,
+    seed_state: Tensor,
+    positions: Tensor,
+    num_steps: int,
+    topk: int,
+    num_draft_tokens: int | None,
+    root_positions: Tensor | None,
+    *,
+    fused: bool,
+) -> Callable[[], DraftTree]:
+    """What a graph captures of a round: draft(), or the private kernels. What this returns gives the draft afterwards,
+    with what is the same for every chain, which no replay has to make again."""
+    if not fused or seed_ids.size(0) == 0:
+        tree = draft(weights, kv, seed_ids, seed_state, positions, num_steps, topk, num_draft_tokens, root_positions)
+        return lambda: tree
+    from . import fused as kernels
+
+    drafter = kernels.Drafter(weights, kv, positions, kernels.overlaps(seed_ids.device))
+    if topk > 1:
+        assert root_positions is not None
+        tree = kernels.draft_tree(drafter, seed_ids, seed_state, num_steps, topk, num_draft_tokens, root_positions)
+        return lambda: tree
+    chain = kernels.draft_chain(drafter, seed_ids, seed_state, num_steps, num_draft_tokens, root_positions)
+    return lambda: chain_links(*chain[:4])
+
+
+def why_not_fused(weights: AssistantWeights, kv: Mapping[str, KVView], topk: int) -> str:
+    """Why the private kernels do not serve these, or ""."""
+    if weights.device.type != "cuda" and not _triton.interpreting():
+        return f"its kernels do not run on {weights.device.type}"
+    try:
+        from . import fused
+    except ImportError as error:
+        return str(error)
+    return fused.refuses(weights, kv, topk)
 
 
 def _buckets(max_batch: int) -> tuple[int, ...]:

@@ -92,7 +92,7 @@ def draft(
     >>> tree.draft_ids.shape, tree.parents[0].tolist()
     (torch.Size([2, 4]), [-1, 0, 1, 2])
     """
-    _check(weights, kv, seed_ids, seed_state, positions, num_steps, topk, num_draft_tokens, root_positions)
+    check_draft(weights, kv, seed_ids, seed_state, positions, num_steps, topk, num_draft_tokens, root_positions)
     if topk == 1:
         return _draft_chain(weights, kv, seed_ids, seed_state, positions, num_steps, num_draft_tokens, root_positions)
     assert root_positions is not None
@@ -190,19 +190,22 @@ def _draft_chain(
     cand_ids = torch.cat(drafted, dim=1)  # [batch, num_steps]
     cand_scores = torch.cat(logprobs, dim=1).cumsum(dim=1)
     size = num_steps + 1 if num_draft_tokens is None else num_draft_tokens
-    return _chain_links(seed_ids, cand_ids, cand_scores, size, root_positions)
+    draft_ids = torch.cat([seed_ids.unsqueeze(1).long(), cand_ids[:, : size - 1]], dim=1)
+    node = torch.arange(size, device=seed_ids.device)
+    draft_positions = None if root_positions is None else root_positions.unsqueeze(1).long() + node
+    return chain_links(draft_ids, draft_positions, cand_ids, cand_scores)
 
 
-def _chain_links(
-    seed_ids: Tensor, cand_ids: Tensor, cand_scores: Tensor, size: int, root_positions: Tensor | None
+def chain_links(
+    draft_ids: Tensor, draft_positions: Tensor | None, cand_ids: Tensor, cand_scores: Tensor
 ) -> DraftTree:
     """What tree_build gives for a chain, unranked: scores only fall along it, so its first nodes are the best."""
-    batch, device = seed_ids.size(0), seed_ids.device
+    (batch, size), device = draft_ids.shape, draft_ids.device
     node = torch.arange(size, device=device)
     first_child = torch.where(node + 1 < size, node + 1, -1)
     return DraftTree(
-        draft_ids=torch.cat([seed_ids.unsqueeze(1).long(), cand_ids[:, : size - 1]], dim=1),
-        draft_positions=None if root_positions is None else root_positions.unsqueeze(1).long() + node,
+        draft_ids=draft_ids,
+        draft_positions=draft_positions,
         parents=(node - 1).repeat(batch, 1),
         selected=node[: size - 1].repeat(batch, 1),
         tree_mask=(node.unsqueeze(1) >= node).repeat(batch, 1, 1),
@@ -247,7 +250,7 @@ def _draft_tree(
     return DraftTree._make((*built, cand_ids, cand_scores))
 
 
-def _check(
+def check_draft(
     weights: AssistantWeights,
     kv: Mapping[str, KVView],
     seed_ids: Tensor,
@@ -258,6 +261,7 @@ def _check(
     num_draft_tokens: int | None,
     root_positions: Tensor | None,
 ) -> None:
+    """Raises ArgumentError for what draft() does not take."""
     check_shape("draft", "seed_ids", seed_ids, (None,))
     check_index("draft", "seed_ids", seed_ids)
     batch = seed_ids.size(0)

@@ -1,4 +1,4 @@
-"""The tests of every op that has a Triton kernel, run with that kernel in Triton's interpreter on the CPU."""
+"""The tests of every op that has a Triton kernel, and of a round of them, run in Triton's interpreter on the CPU."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from mtp_kernels.ops import OPS
 
 TESTS = Path(__file__).parent
 WITH_KERNEL = [name for name, op in OPS.items() if any(k.implementation == "triton" for k in op.kernels)]
+WITH_KERNEL.append("fused")  # the private kernels of a round
 
 
 @pytest.mark.parametrize("op", WITH_KERNEL)

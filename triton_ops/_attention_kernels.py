@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ._attention_math import decode_fp8, sincos, tanh
+from ._early import let_others_start, wait_for_others
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -59,7 +60,7 @@ def find_pages(table, key, end, page_size, num_pages, LOG2_PAGE: tl.constexpr):
 @triton.jit
 def load_queries(q_ptr, norm_ptr, freq_ptr, positions_ptr, q_stride_row, q_stride_head, position_stride, row, rows,
                  num_pairs, group, eps, HALF: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-                 BLOCK_GROUP: tl.constexpr):
+                 BLOCK_GROUP: tl.constexpr, EARLY: tl.constexpr):
     """Both halves of the normed and turned queries, each [BLOCK_ROWS * BLOCK_GROUP, head_dim / 2], in dtype of q.
 
     RoPE pairs an element with that half a head away: with the halves apart, nothing has to be shuffled.
@@ -69,18 +70,23 @@ def load_queries(q_ptr, norm_ptr, freq_ptr, positions_ptr, q_stride_row, q_strid
     live = (row < rows)[:, None] & (g < group)[None, :]  # [rows, group]
     at = q_ptr + row.to(tl.int64)[:, None] * q_stride_row + g.to(tl.int64)[None, :] * q_stride_head
     at = at[:, :, None] + i[None, None, :]
-    one = tl.load(at, mask=live[:, :, None], other=0.0).to(tl.float32)  # [rows, group, head_dim / 2]
-    two = tl.load(at + HALF, mask=live[:, :, None], other=0.0).to(tl.float32)
     if norm_ptr is not None:
-        mean = (tl.sum(one * one, 2) + tl.sum(two * two, 2)) / (2 * HALF)
-        factor = (1.0 / tl.sqrt_rn(mean + eps))[:, :, None]
-        one = one * factor * tl.load(norm_ptr + i).to(tl.float32)[None, None, :]
-        two = two * factor * tl.load(norm_ptr + HALF + i).to(tl.float32)[None, None, :]
+        norm_one = tl.load(norm_ptr + i).to(tl.float32)[None, None, :]
+        norm_two = tl.load(norm_ptr + HALF + i).to(tl.float32)[None, None, :]
     if freq_ptr is not None:
         position = tl.load(positions_ptr + row * position_stride, mask=row < rows, other=0).to(tl.float32)
         freq = tl.load(freq_ptr + i, mask=i < num_pairs, other=0.0)  # the others do not turn
         sine, cosine = sincos(position[:, None] * freq[None, :])  # [rows, head_dim / 2]
         sine, cosine = sine[:, None, :], cosine[:, None, :]
+    wait_for_others(EARLY)  # for q alone: table, lengths and positions stay as they are in a round
+    one = tl.load(at, mask=live[:, :, None], other=0.0).to(tl.float32)  # [rows, group, head_dim / 2]
+    two = tl.load(at + HALF, mask=live[:, :, None], other=0.0).to(tl.float32)
+    if norm_ptr is not None:
+        mean = (tl.sum(one * one, 2) + tl.sum(two * two, 2)) / (2 * HALF)
+        factor = (1.0 / tl.sqrt_rn(mean + eps))[:, :, None]
+        one = one * factor * norm_one
+        two = two * factor * norm_two
+    if freq_ptr is not None:
         one, two = one * cosine - two * sine, two * cosine + one * sine
     dtype = q_ptr.dtype.element_ty
     one = tl.reshape(one.to(dtype), (BLOCK_ROWS * BLOCK_GROUP, HALF))
@@ -117,9 +123,10 @@ def attend_split(
     num_pages, page_size, bound, max_splits, split_weight, rows, num_kv_heads, group, num_pairs, sm_scale,
     logits_soft_cap, eps,
     HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
-    LOG2_PAGE: tl.constexpr, SOFT_CAP: tl.constexpr, STAGES: tl.constexpr,
+    LOG2_PAGE: tl.constexpr, SOFT_CAP: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr = False,
 ):
     """Grid (batch * num_kv_heads * row blocks, splits)."""
+    let_others_start(EARLY)
     HALF: tl.constexpr = HEAD_DIM // 2
     BLOCK_M: tl.constexpr = BLOCK_ROWS * BLOCK_GROUP
     dtype: tl.constexpr = q_ptr.dtype.element_ty
@@ -133,6 +140,7 @@ def attend_split(
     keys = split_size(visible, max_splits, split_weight, BLOCK_N)
     begin = split * keys
     if lse_ptr is not None and begin >= visible:
+        wait_for_others(EARLY)  # a kernel that ends before those in front of it would let the next one run too soon
         return
     end = first + tl.minimum(begin + keys, visible)
     begin += first
@@ -142,7 +150,8 @@ def attend_split(
     q_at = q_ptr + b.to(tl.int64) * q_stride_batch + (head * group).to(tl.int64) * q_stride_head
     q_one, q_two = load_queries(
         q_at, norm_ptr, freq_ptr, positions_ptr + b * position_stride_batch if freq_ptr is not None else None,
-        q_stride_row, q_stride_head, position_stride, row, rows, num_pairs, group, eps, HALF, BLOCK_ROWS, BLOCK_GROUP)
+        q_stride_row, q_stride_head, position_stride, row, rows, num_pairs, group, eps, HALF, BLOCK_ROWS, BLOCK_GROUP,
+        EARLY)
     q_one, q_two = tl.trans(q_one), tl.trans(q_two)  # [head_dim / 2, queries]
     scale = sm_scale * load_scale(k_scale_ptr, head, k_scale_stride)
     if not SOFT_CAP:
@@ -204,11 +213,13 @@ def merge_splits(
     partial_ptr, lse_ptr, out_ptr, table_ptr, seq_lens_ptr, kv_indptr_ptr, table_stride, table_size, page_size, bound,
     max_splits, split_weight, splits, per_request,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
     """Grid (batch * rows * num_qo_heads, head_dim / BLOCK_D).
 
     Sums over BLOCK_S = max_splits, however few were planned: the order of a sum may not follow the table's width.
     """
+    let_others_start(EARLY)
     at = tl.program_id(0)
     _, _, visible = locate(table_ptr, seq_lens_ptr, kv_indptr_ptr, table_stride, table_size, page_size, bound,
                            at // per_request)
@@ -216,6 +227,7 @@ def merge_splits(
     live = s * split_size(visible, max_splits, split_weight, BLOCK_N) < visible
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     place = at.to(tl.int64) * splits + s
+    wait_for_others(EARLY)
     lse = tl.load(lse_ptr + place, mask=live, other=float("-inf"))
     part = tl.load(partial_ptr + place[:, None] * HEAD_DIM + d[None, :], mask=live[:, None], other=0.0)
     top = tl.max(lse, 0)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._early import let_others_start, wait_for_others
 from ._launch import Launch
 from ._rows import num_rows, row_arguments, row_offset
 from ._topk import NO_ORDER, exact_sum, finite_or_zero, no_nan, pack, precedes
@@ -16,7 +17,6 @@ from ._topk import NO_ORDER, exact_sum, finite_or_zero, no_nan, pack, precedes
 GROUP = 16  # centroids a program of score_kernel; one that is not among the best groups needs no ranks
 BLOCK_M = 16  # rows of normed that share a load of the centroids
 BLOCK_T = 64  # tokens a program of candidate_kernel: two programs a centroid of Gemma 4, 32 KiB of the head each
-COPIES = 16  # rows of a product of which one is real: the least that a matrix instruction takes
 
 
 def pieces(size: int) -> int:
@@ -30,7 +30,6 @@ def selection_launches(normed: Tensor, centroid_weight: Tensor, num_active: int)
     num_groups = triton.cdiv(num_centroids, GROUP)
     scores = normed.new_empty((rows, num_centroids), dtype=torch.float32)
     group_max = normed.new_empty((rows, num_groups), dtype=torch.float32)
-    chosen = normed.new_empty((rows, num_active), dtype=torch.int32)
     sizes = {"NUM_CENTROIDS": num_centroids, "NUM_GROUPS": num_groups, "GROUP": GROUP}
     score = Launch(
         score_kernel,
@@ -42,12 +41,21 @@ def selection_launches(normed: Tensor, centroid_weight: Tensor, num_active: int)
         {**sizes, "HIDDEN": normed.size(-1), "BLOCK_M": BLOCK_M, "BLOCK_K": _block_k(normed)},
         num_warps=1,
     )
+    launch, chosen = rank_launch(scores, group_max, num_active)
+    return [score, launch], chosen
+
+
+def rank_launch(scores: Tensor, group_max: Tensor, num_active: int) -> tuple[Launch, Tensor]:
+    """The launch that fills `chosen` [rows, num_active] from scores [rows, num_centroids] and their groups' largest."""
+    (rows, num_centroids), num_groups = scores.shape, group_max.size(1)
+    chosen = scores.new_empty((rows, num_active), dtype=torch.int32)
     constants = {
-        **sizes, "NUM_ACTIVE": num_active, "BLOCK_G": triton.next_power_of_2(num_groups),
-        "BLOCK_C": min(1024, triton.next_power_of_2(num_centroids)),
+        "NUM_CENTROIDS": num_centroids, "NUM_GROUPS": num_groups, "GROUP": triton.cdiv(num_centroids, num_groups),
+        "NUM_ACTIVE": num_active, "BLOCK_G": triton.next_power_of_2(num_groups),
+        "BLOCK_C": triton.next_power_of_2(num_centroids),
     }
     arguments = {"scores": scores, "group_max": group_max, "chosen": chosen}
-    return [score, Launch(rank_kernel, (rows, num_groups), arguments, constants, num_warps=8)], chosen
+    return Launch(rank_kernel, (rows, num_groups), arguments, constants), chosen
 
 
 def candidate_launch(
@@ -66,7 +74,7 @@ def candidate_launch(
     constants = {
         "HIDDEN": normed.size(-1), "VOCAB": token_ordering.size(0), "SIZE": size, "NUM_ACTIVE": num_active,
         "PIECES": pieces(size), "ORDERED": centroid_ordered, "DEPTH": depth, "BLOCK_T": BLOCK_T,
-        "BLOCK_K": _block_k(normed), "COPIES": COPIES,
+        "BLOCK_K": _block_k(normed),
     }
     return Launch(candidate_kernel, (rows, num_active * pieces(size)), args, constants)
 
@@ -107,28 +115,39 @@ def score_kernel(
 @triton.jit
 def rank_kernel(
     scores, group_max, chosen, NUM_CENTROIDS: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    NUM_ACTIVE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr
+    NUM_ACTIVE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, EARLY: tl.constexpr = False
 ):
     """Programs (a row, a group): the rank of each of the group's centroids, by counting those in front of it.
 
-    A group behind NUM_ACTIVE others (by their best centroids) holds none of the chosen: most programs end at once.
+    A group behind NUM_ACTIVE others, by their best centroids, has none of the chosen: most programs end at once. Four
+    counts share an integer, and the four their sum over the threads.
     """
+    let_others_start(EARLY)
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
-    scores += row * NUM_CENTROIDS
     other = tl.arange(0, BLOCK_G)
-    largest = tl.load(group_max + row * NUM_GROUPS + other, mask=other < NUM_GROUPS, other=float("-inf"))
-    mine = tl.load(group_max + row * NUM_GROUPS + group)
-    c = group * GROUP + tl.arange(0, GROUP)
-    score = tl.load(scores + c, mask=c < NUM_CENTROIDS, other=float("-inf"))
+    rival = tl.arange(0, BLOCK_C)
+    scores += row * NUM_CENTROIDS
+    group_max += row * NUM_GROUPS
+    wait_for_others(EARLY)
+    largest = tl.load(group_max + other, mask=other < NUM_GROUPS, other=float("-inf"))
+    mine = tl.load(group_max + group)
+    theirs = tl.load(scores + rival, mask=rival < NUM_CENTROIDS, other=float("-inf"))
+    own = ()  # all of them at once: a load behind each sum would be waited for
+    for i in tl.static_range(GROUP):
+        c = group * GROUP + i
+        own += (tl.load(scores + c, mask=c < NUM_CENTROIDS, other=float("-inf")),)
     if tl.sum(precedes(largest, other, mine, group).to(tl.int32), 0) < NUM_ACTIVE:
-        ahead = tl.zeros([GROUP], tl.int32)
-        for start in tl.static_range(0, NUM_CENTROIDS, BLOCK_C):
-            rival = start + tl.arange(0, BLOCK_C)
-            theirs = tl.load(scores + rival, mask=rival < NUM_CENTROIDS, other=float("-inf"))
-            before = precedes(theirs[None, :], rival[None, :], score[:, None], c[:, None])  # [GROUP, BLOCK_C]
-            ahead += tl.sum(before.to(tl.int32), 1)
-        tl.store(chosen + row * NUM_ACTIVE + ahead, c, mask=(ahead < NUM_ACTIVE) & (c < NUM_CENTROIDS))
+        for first in tl.static_range(0, GROUP, 4):
+            counts = tl.zeros([BLOCK_C], tl.int64)
+            for i in tl.static_range(4):
+                c = group * GROUP + first + i
+                counts += precedes(theirs, rival, own[first + i], c).to(tl.int64) << (16 * i)
+            ahead = tl.sum(counts, 0)
+            for i in tl.static_range(4):
+                c = group * GROUP + first + i
+                place = (ahead >> (16 * i)) & 0xFFFF
+                tl.store(chosen + row * NUM_ACTIVE + place, c, mask=(place < NUM_ACTIVE) & (c < NUM_CENTROIDS))
 
 
 @triton.jit(do_not_specialize=["normed_size1", "normed_size2"])
@@ -136,28 +155,29 @@ def candidate_kernel(
     normed, normed_size1, normed_size2, normed_stride0, normed_stride1, normed_stride2, chosen, token_ordering,
     lm_head_weight, head_stride, logits, token_ids, part_values, part_orders, part_max, part_sum,
     HIDDEN: tl.constexpr, VOCAB: tl.constexpr, SIZE: tl.constexpr, NUM_ACTIVE: tl.constexpr, PIECES: tl.constexpr,
-    ORDERED: tl.constexpr, DEPTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, COPIES: tl.constexpr
+    ORDERED: tl.constexpr, DEPTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr = False
 ):
     """Programs (a row, a piece of an active centroid): the logits of BLOCK_T tokens, given out or ranked."""
+    let_others_start(EARLY)
     row = tl.program_id(0)
     part = tl.program_id(1)
     x_row = normed + row_offset(row, normed_size1, normed_size2, normed_stride0, normed_stride1, normed_stride2)
-    centroid = tl.load(chosen + row.to(tl.int64) * NUM_ACTIVE + part // PIECES)
     within = part % PIECES * BLOCK_T + tl.arange(0, BLOCK_T)  # of the centroid's tokens
+    wait_for_others(EARLY)
+    centroid = tl.load(chosen + row.to(tl.int64) * NUM_ACTIVE + part // PIECES)
     is_token = within < SIZE
     place = centroid.to(tl.int64) * SIZE + within
     ids = tl.load(token_ordering + place, mask=is_token, other=0).to(tl.int64)
     ids = tl.minimum(tl.maximum(ids, 0), VOCAB - 1)
     head_rows = lm_head_weight + (place if ORDERED else ids) * head_stride
-    real = tl.arange(0, COPIES)[:, None] == 0
-
-    acc = tl.zeros([COPIES, BLOCK_T], tl.float32)
+    acc = tl.zeros([1, BLOCK_T], tl.float32)
     for start in range(0, HIDDEN, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         w = tl.load(head_rows[:, None] + k[None, :], mask=is_token[:, None] & (k < HIDDEN)[None, :], other=0.0)
         x = tl.load(x_row + k, mask=k < HIDDEN, other=0.0)[None, :]
-        acc = tl.dot(tl.where(real, x, 0.0).to(x.dtype), tl.trans(w), acc, input_precision="ieee")
-    values = tl.sum(tl.where(real, acc, 0.0), 0)  # [BLOCK_T]
+        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    values = tl.sum(acc, 0)  # [BLOCK_T], of the one row
 
     if DEPTH == 0:
         result = row.to(tl.int64) * (NUM_ACTIVE * SIZE) + part // PIECES * SIZE + within
@@ -166,11 +186,15 @@ def candidate_kernel(
     else:
         values = tl.where(is_token, no_nan(values), float("-inf"))
         orders = tl.where(is_token, pack(ids, place), NO_ORDER - BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64))
-        before = precedes(values[:, None], orders[:, None], values[None, :], orders[None, :])
-        rank = tl.sum(before.to(tl.int32), 0)  # [BLOCK_T], of distinct candidates: each place once
         at = row.to(tl.int64) * (NUM_ACTIVE * PIECES) + part
-        tl.store(part_values + at * DEPTH + rank, values, mask=rank < DEPTH)
-        tl.store(part_orders + at * DEPTH + rank, orders, mask=rank < DEPTH)
         top = tl.max(values, 0)
+        if DEPTH == 1:
+            tl.store(part_values + at, top)
+            tl.store(part_orders + at, tl.min(tl.where(values == top, orders, NO_ORDER), 0))
+        else:
+            before = precedes(values[:, None], orders[:, None], values[None, :], orders[None, :])
+            rank = tl.sum(before.to(tl.int32), 0)  # [BLOCK_T], of distinct candidates: each place once
+            tl.store(part_values + at * DEPTH + rank, values, mask=rank < DEPTH)
+            tl.store(part_orders + at * DEPTH + rank, orders, mask=rank < DEPTH)
         tl.store(part_max + at, top)
         tl.store(part_sum + at, exact_sum(tl.exp(values - finite_or_zero(top)), 0))

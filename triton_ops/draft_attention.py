@@ -37,7 +37,7 @@ def draft_attention(
         q, k_cache, v_cache, block_table, seq_lens, sm_scale, kv_indptr=kv_indptr, max_seq_len=max_seq_len,
         window_left=window_left, logits_soft_cap=logits_soft_cap, k_scale=k_scale, v_scale=v_scale,
         q_norm_weight=q_norm_weight, q_norm_eps=q_norm_eps, rope_inv_freq=rope_inv_freq, positions=positions,
-        capability=_capability(q.device),
+        capability=capability(q.device),
     )
     for launch in launches:
         launch.run()
@@ -214,7 +214,7 @@ def _readable(cache: Tensor, capability: int) -> Tensor:
 
 
 @lru_cache(maxsize=32)
-def _capability(device: torch.device) -> int:
+def capability(device: torch.device) -> int:
     """Compute capability * 10; in the interpreter, which has no fp8 either, 0."""
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     return 10 * major + minor

@@ -1,0 +1,209 @@
+"""A draft round on private Triton kernels that cross the borders of ops: about half the launches of draft().
+
+For assistants with a small hidden size and a centroid head (E2B, E4B), whose steps take as long as their launches.
+Where `refuses` says nothing, `draft_chain` and `draft_tree` give what draft() gives, but for the rounding of sums in
+another order. Imports Triton, so import this only where that is wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _triton
+from .draft import DraftTree, num_candidates
+from .kv_view import KVView
+from .ops.draft_attention import triton_serves
+from .triton_ops import _round, draft_attention
+from .triton_ops._centroids import candidate_launch, pieces, rank_launch
+from .triton_ops._launch import Launch
+from .triton_ops._topk import merge_launch, new_parts, new_results
+from .weights import AssistantWeights, LayerWeights
+
+Emit = Callable[[Launch], None]  # what becomes of a launch: run, or collected to be compiled
+ops = torch.ops.mtp
+
+
+class Chain(NamedTuple):
+    """What drafting a chain computes; the links of a chain are the same for every draft."""
+
+    draft_ids: Tensor  # [batch, nodes]
+    draft_positions: Tensor | None  # [batch, nodes]
+    cand_ids: Tensor  # [batch, steps]
+    cand_scores: Tensor  # [batch, steps]
+    states: list[Tensor]  # [batch, backbone] after each step
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """The assistant, the target's cache and the positions of a round; `early` lets kernels overlap (sm_90)."""
+
+    weights: AssistantWeights
+    kv: Mapping[str, KVView]
+    positions: Tensor  # [batch]
+    early: bool = False
+    emit: Emit = Launch.run
+
+
+def refuses(weights: AssistantWeights, kv: Mapping[str, KVView], topk: int) -> str:
+    """Why these kernels do not serve, or ""."""
+    if weights.centroids is None:
+        return "the head is dense"
+    hidden, centroids = weights.hidden, weights.centroids.size(0)
+    if hidden > _round.MOST_HIDDEN or hidden & (hidden - 1) or hidden < 16:
+        return f"hidden {hidden} is not a power of 2 from 16 to {_round.MOST_HIDDEN}"
+    if weights.device.type != "cuda" and not _triton.interpreting():
+        return f"no Triton on {weights.device.type}"
+    if weights.dtype.itemsize != 2 and weights.device.type == "cuda":
+        return "fp32"
+    if topk > 64:
+        return "topk above 64"
+    columns = [weights.backbone, *(n for layer in weights.layers for n in (layer.q_proj.size(0), layer.down.size(1)))]
+    if any(n % 16 for n in columns) or centroids % 16:
+        return "a projection whose columns are no multiple of 16"
+    for layer in weights.layers:
+        if layer.layer_type not in kv:
+            return f"no view for {layer.layer_type}"
+        view = kv[layer.layer_type]
+        q = weights.lm_head.new_empty((1, topk, layer.num_qo_heads, layer.head_dim), device="meta")
+        why = triton_serves(q, view.k_cache)
+        if why:
+            return why
+    return ""
+
+
+def overlaps(device: torch.device) -> bool:
+    """Whether kernels may start early there."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def draft_chain(
+    drafter: Drafter, seed_ids: Tensor, seed_state: Tensor, num_steps: int, num_draft_tokens: int | None,
+    root_positions: Tensor | None
+) -> Chain:
+    """draft() with topk 1."""
+    batch = seed_ids.size(0)
+    size = num_steps + 1 if num_draft_tokens is None else num_draft_tokens
+    cand_ids = seed_ids.new_empty((batch, num_steps), dtype=torch.int64)
+    logprobs, cand_scores = (seed_state.new_empty((batch, num_steps), dtype=torch.float32) for _ in range(2))
+    state, parts, states = seed_state.unsqueeze(1), None, []
+    for step in range(num_steps):
+        source: dict[str, Any] = {"token_ids": seed_ids.unsqueeze(1)}
+        if parts is not None:
+            source = {"parts": parts, "ids_out": cand_ids[:, step - 1], "logprobs_out": logprobs[:, step - 1]}
+        _, state, parts = _step(drafter, batch, 1, state, source, depth=1)
+        states.append(state[:, 0])
+    draft_ids = cand_ids.new_empty((batch, size))
+    positions = None if root_positions is None else cand_ids.new_empty((batch, size))
+    assert parts is not None
+    drafter.emit(
+        _round.finish(parts, seed_ids, root_positions, cand_ids, logprobs, cand_scores, draft_ids, positions,
+                      early=drafter.early)
+    )
+    return Chain(draft_ids, positions, cand_ids, cand_scores, states)
+
+
+def draft_tree(
+    drafter: Drafter, seed_ids: Tensor, seed_state: Tensor, num_steps: int, topk: int, num_draft_tokens: int | None,
+    root_positions: Tensor
+) -> DraftTree:
+    """draft() with topk > 1: tree_expand and tree_build stay ops of their own."""
+    batch = seed_ids.size(0)
+    ids, state = seed_ids.unsqueeze(1), seed_state.unsqueeze(1)
+    row_index = scores = frontier = None
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    offset = 0
+    for _ in range(num_steps):
+        rows = ids.size(1)
+        source = {"token_ids": ids, "row_index": row_index}
+        normed, state, parts = _step(drafter, batch, rows, state, source, depth=topk)
+        results = new_results(normed.view(batch, rows, -1), topk)
+        unranked: dict[str, Tensor | None] = {"best_values": None, "best_orders": None}
+        drafter.emit(merge_launch(parts, results, topk, ranked=unranked, packed=True))
+        ids, row_index, scores, frontier, cand_scores, cand_parent = ops.tree_expand(
+            results["logprobs"], results["token_ids"], offset, scores=scores, frontier=frontier
+        )
+        found.append((results["token_ids"].flatten(1), cand_scores, cand_parent))
+        offset += rows * topk
+    cand_ids, cand_scores, cand_parent = (torch.cat(parts, dim=1) for parts in zip(*found))
+    size = num_candidates(num_steps, topk) + 1 if num_draft_tokens is None else num_draft_tokens
+    built = ops.tree_build(seed_ids, cand_scores, cand_ids, cand_parent, root_positions, size)
+    return DraftTree._make((*built, cand_ids, cand_scores))
+
+
+def _step(
+    drafter: Drafter, batch: int, rows: int, state: Tensor, source: dict[str, Any], depth: int
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """One step: (normed [batch * rows, hidden], state [batch, rows, backbone], the head's partial lists)."""
+    weights, eps, early, emit = drafter.weights, drafter.weights.norm_eps, drafter.early, drafter.emit
+    total = batch * rows
+    launch, x = _round.pre(
+        weights.pre_projection, weights.embed_weight, weights.embed_scale, state, total, early=early, **source
+    )
+    emit(launch)
+    for layer in weights.layers:
+        x = _layer(drafter, layer, x, batch, rows)
+    assert weights.centroids is not None and weights.token_ordering is not None
+    num_centroids = weights.centroids.size(0)
+    x, _ = _settle(drafter, x, state.new_empty((total, weights.hidden)))
+    normed = state.new_empty((total, weights.hidden))
+    after = state.new_empty((batch, rows, weights.backbone))
+    centroid_scores = state.new_empty((total, num_centroids), dtype=torch.float32)
+    group_max = state.new_empty((total, num_centroids // _round.GROUP), dtype=torch.float32)
+    emit(
+        _round.norm_linear(x, None, weights.norm, eps, weights.post_projection, after, normed=normed,
+                           centroids=weights.centroids, scores=centroid_scores, group_max=group_max, early=early)
+    )
+    launch, chosen = rank_launch(centroid_scores, group_max, weights.num_active)
+    emit(_early(launch, early))
+    num_parts = weights.num_active * pieces(weights.token_ordering.size(0) // num_centroids)
+    parts = new_parts(normed, total, num_parts, depth)
+    emit(
+        _early(
+            candidate_launch(normed, chosen, weights.token_ordering, weights.lm_head, num_centroids,
+                             weights.centroid_ordered, outputs=parts, depth=depth),
+            early,
+        )
+    )
+    return normed, after, parts
+
+
+def _layer(drafter: Drafter, layer: LayerWeights, x: _round.Pending, batch: int, rows: int) -> _round.Pending:
+    weights, eps, early, emit = drafter.weights, drafter.weights.norm_eps, drafter.early, drafter.emit
+    total, kv = batch * rows, drafter.kv[layer.layer_type]
+    residual, between = (weights.norm.new_empty((total, weights.hidden)) for _ in range(2))
+    x, left = _settle(drafter, x, residual)
+    q = residual.new_empty((batch, rows, layer.num_qo_heads, layer.head_dim))
+    emit(_round.norm_linear(x, left, layer.input_norm, eps, layer.q_proj, q, early=early))
+    launches, attended = draft_attention.plan(
+        q, kv.k_cache, kv.v_cache, kv.block_table, kv.seq_lens, layer.sm_scale, max_seq_len=kv.max_seq_len,
+        window_left=kv.window_left, k_scale=kv.k_scale, v_scale=kv.v_scale, q_norm_weight=layer.q_norm,
+        q_norm_eps=eps, rope_inv_freq=layer.rope_inv_freq, positions=drafter.positions,
+        capability=draft_attention.capability(q.device),
+    )
+    for launch in launches:
+        emit(_early(launch, early))
+    launch, x = _round.linear(attended.view(total, -1), layer.o_proj, early=early)
+    emit(launch)
+    x, left = _settle(drafter, x.after(residual, layer.post_attention_norm), between)
+    inner = residual.new_empty((total, layer.down.size(1)))
+    emit(_round.geglu(x, left, layer.pre_feedforward_norm, eps, layer.gate_up, inner, early=early))
+    launch, x = _round.linear(inner, layer.down, early=early)
+    emit(launch)
+    return x.after(between, layer.post_feedforward_norm, layer.layer_scalar)
+
+
+def _settle(drafter: Drafter, x: _round.Pending, x_out: Tensor) -> tuple[_round.Pending, Tensor | None]:
+    """x, and where the kernel that takes it in has to leave it; of many rows a kernel of its own does that before."""
+    launches, x, left = _round.settle(x, x_out, drafter.weights.norm_eps, early=drafter.early)
+    for launch in launches:
+        drafter.emit(launch)
+    return x, left
+
+
+def _early(launch: Launch, early: bool) -> Launch:
+    return replace(launch, constants={**launch.constants, "EARLY": early}, early=early)

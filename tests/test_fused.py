@@ -1,0 +1,146 @@
+"""The private kernels of a captured round give what the public ops give, and a row's bits follow nothing but the row.
+
+They are compared with draft() on the reference; the sums of the two have different orders, so what is close is not
+equal. On a CPU the kernels run in Triton's interpreter, whose products are numpy's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from harness import DEVICES
+from test_captured import seeds, some, views
+from torch import Tensor
+
+from mtp_kernels import AssistantWeights, CapturedDraft, KVView, draft
+from mtp_kernels.captured import why_not_fused
+from mtp_kernels.weights import PRESETS, AssistantConfig
+
+OP = "draft_attention"  # where that has a Triton kernel, so has the round
+TRITON = pytest.mark.parametrize("implementation", ["triton"])
+ON = pytest.mark.parametrize("device", DEVICES)
+
+
+def config() -> AssistantConfig:
+    """The smallest that the kernels take: 16 centroids of 4 tokens."""
+    return replace(PRESETS["tiny"], backbone=48, num_centroids=16, num_active=4)
+
+
+def weights_of(device: str, dtype: torch.dtype) -> AssistantWeights:
+    return AssistantWeights.synthetic(config(), dtype=dtype).to(device)
+
+
+def dtypes(device: str) -> list[torch.dtype]:
+    """16 bits is what the kernels serve on a GPU; fp32 shows the formula in the interpreter."""
+    return [torch.bfloat16, torch.float16] if device == "cuda" else [torch.float32]
+
+
+@contextmanager
+def reference() -> Iterator[None]:
+    before = os.environ.get("MTP_FORCE_IMPL")
+    os.environ["MTP_FORCE_IMPL"] = "reference"
+    try:
+        yield
+    finally:
+        os.environ.pop("MTP_FORCE_IMPL")
+        if before is not None:
+            os.environ["MTP_FORCE_IMPL"] = before
+
+
+def chain(
+    weights: AssistantWeights, kv: dict[str, KVView], seed: tuple[Tensor, Tensor, Tensor], num_steps: int,
+    early: bool = False
+) -> list[Tensor]:
+    """Every tensor that drafting a chain gives."""
+    from mtp_kernels import fused
+
+    ids, state, positions = seed
+    made = fused.draft_chain(fused.Drafter(weights, kv, positions, early), ids, state, num_steps, None, positions + 1)
+    assert made.draft_positions is not None
+    return [made.draft_ids, made.draft_positions, made.cand_ids, made.cand_scores, *made.states]
+
+
+@TRITON
+@ON
+@pytest.mark.parametrize("rows", [1, 3, 9])  # a warp a program, four warps, sums in a kernel of their own
+def test_chain(implementation: str, device: str, rows: int) -> None:
+    """In fp64 the ids of the two are those of one model: fed back, they must have the largest logits."""
+    from mtp_kernels.bench.oracle import check_steps
+
+    for dtype in dtypes(device):
+        weights = weights_of(device, dtype)
+        kv = {name: replace(v, seq_lens=torch.full_like(v.seq_lens, 21)) for name, v in views(weights, rows).items()}
+        ids, state, positions = seeds(weights, rows, 1)
+        positions = torch.full_like(positions, 20)
+        draft_ids, draft_positions, cand_ids, scores, *states = chain(weights, kv, (ids, state, positions), 2)
+        verdict = check_steps(weights, kv, ids, state, positions, 21, cand_ids.unbind(1), states)
+        assert verdict.ok, verdict
+        assert torch.equal(draft_ids, torch.cat([ids.unsqueeze(1), cand_ids], 1))
+        assert torch.equal(draft_positions, positions.unsqueeze(1) + 1 + torch.arange(3, device=device))
+        with reference():
+            tree = draft(weights, kv, ids, state, positions, 2)
+        tolerance = 1e-4 if dtype == torch.float32 else 0.1
+        if torch.equal(tree.cand_ids, cand_ids):  # else the logits lay near each other, which check_steps has judged
+            torch.testing.assert_close(scores, tree.cand_scores, rtol=0.0, atol=tolerance)
+
+
+@TRITON
+@ON
+def test_tree(implementation: str, device: str) -> None:
+    from mtp_kernels.bench.oracle import check_round
+
+    from mtp_kernels import fused
+
+    for dtype in dtypes(device):
+        weights = weights_of(device, dtype)
+        kv = {name: replace(v, seq_lens=torch.full_like(v.seq_lens, 9)) for name, v in views(weights, 2).items()}
+        ids, state, positions = seeds(weights, 2, 2)
+        positions = torch.full_like(positions, 9)
+        made = fused.draft_tree(fused.Drafter(weights, kv, positions), ids, state, 2, 2, 5, positions)
+        verdict = check_round(weights, kv, ids, state, positions, 9, made, 2, 2, 5)
+        assert verdict.ok, verdict
+
+
+@TRITON
+@ON
+def test_lengths_of_zero_and_garbage_behind_them(implementation: str, device: str) -> None:
+    """A padded request reads no page, and its neighbour does not notice."""
+    dtype = dtypes(device)[0]
+    weights = weights_of(device, dtype)
+    kv = views(weights, 2)
+    kv = {name: replace(view, seq_lens=torch.tensor([7, 0], device=device)) for name, view in kv.items()}
+    for view in kv.values():
+        view.block_table[1] = -1
+    seed = seeds(weights, 2, 3)
+    both = chain(weights, kv, seed, 2)
+    alone = chain(weights, some(kv, slice(0, 1)), (seed[0][:1], seed[1][:1], seed[2][:1]), 2)
+    for one, two in zip(both, alone):
+        assert torch.isfinite(one.float()).all()
+        torch.testing.assert_close(one[:1], two)
+
+
+def test_why_not() -> None:
+    """A reason for each size that the kernels do not take; on a CPU without the interpreter, for all."""
+    weights = AssistantWeights.synthetic("tiny-dense", dtype=torch.float32)
+    reason = why_not_fused(weights, views(weights, 1), 1)
+    assert reason in ("its kernels do not run on cpu", "the head is dense")
+    runner = CapturedDraft(weights, views(weights, 1), 1, fused=False)
+    assert runner.why_not_fused == "fused=False"
+
+
+@TRITON
+@ON
+def test_refuses(implementation: str, device: str) -> None:
+    dtype = dtypes(device)[0]
+    weights = weights_of(device, dtype)
+    assert why_not_fused(weights, views(weights, 1), 1) == ""
+    assert why_not_fused(weights, views(weights, 1), 65) == "topk above 64"
+    odd = AssistantWeights.synthetic("tiny", dtype=dtype).to(device)
+    assert why_not_fused(odd, views(odd, 1), 1) == "a projection whose columns are no multiple of 16"
+    dense = AssistantWeights.synthetic("tiny-dense", dtype=dtype).to(device)
+    assert why_not_fused(dense, views(dense, 1), 1) == "the head is dense"
