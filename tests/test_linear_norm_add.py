@@ -80,6 +80,17 @@ def test_against_fp64(device: str, implementation: str, dtype: torch.dtype, lead
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("implementation", implementations(OP))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("leading", [(1,), (20,), (2, 35)])  # 16 rows share weights, 32, 64
+def test_a_wide_product(device: str, implementation: str, dtype: torch.dtype, leading: tuple[int, ...]) -> None:
+    args = arguments(leading, 1160, 520, dtype, device)  # broken last blocks of columns and of K, a shorter last split
+    far = (restrided(args[0], [1, 0], 8), restrided(args[1], [0], 8), *args[2:])
+    with forced(implementation):
+        check_numerics(call(OP, *far), naive(*args), oracle(*args), atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("implementation", implementations(OP))
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_contract(device: str, implementation: str, dtype: torch.dtype) -> None:
     with forced(implementation):

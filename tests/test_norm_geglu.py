@@ -71,6 +71,18 @@ def test_against_fp64(device: str, implementation: str, dtype: torch.dtype, lead
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("implementation", implementations(OP))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("leading", [(1,), (20,), (2, 35)])  # 16 rows share weights, 32, 64
+def test_a_wide_product(device: str, implementation: str, dtype: torch.dtype, leading: tuple[int, ...]) -> None:
+    for inner, intermediate in ((520, 136), (640, 72)):  # a broken and a whole last block of K
+        args = arguments(leading, inner, intermediate, dtype, device)
+        far = (restrided(args[0], [1, 0], 8), *args[1:3], restrided(args[3], [0], 8))
+        with forced(implementation):
+            check_numerics(call(OP, *far), naive(*args), oracle(*args), atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("implementation", implementations(OP))
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_contract(device: str, implementation: str, dtype: torch.dtype) -> None:
     with forced(implementation):

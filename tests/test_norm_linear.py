@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from harness import (
     forced,
     implementations,
     random_tensor,
+    restrided,
     to64,
 )
 from torch import Tensor
@@ -57,10 +59,37 @@ def test_against_fp64(device: str, implementation: str, dtype: torch.dtype, lead
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("implementation", implementations(OP))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("leading", [(1,), (20,), (2, 35)])  # 16 rows share weights, 32, 64
+def test_a_wide_product(device: str, implementation: str, dtype: torch.dtype, leading: tuple[int, ...]) -> None:
+    for inner, out in ((520, 136), (640, 72)):  # a broken and a whole last block of K
+        args = arguments(leading, inner, out, dtype, device)
+        far = (restrided(args[0], [1, 0], 8), *args[1:3], restrided(args[3], [0], 8))
+        with forced(implementation):
+            got = call(OP, *far)
+        check_numerics(got, formula(*args), reference(*map(to64, args)), atol=1e-7)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("implementation", implementations(OP))
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_contract(device: str, implementation: str, dtype: torch.dtype) -> None:
     with forced(implementation):
         check_everything(OP, *arguments(dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("implementation", ["triton"])
+@pytest.mark.parametrize("rows", [1, 20])
+def test_the_scale_may_come_last(device: str, implementation: str, rows: int) -> None:
+    # As in bf16, which the interpreter cannot do, so in fp16, at sizes that do not overflow.
+    from mtp_kernels.triton_ops.norm_linear import plan
+
+    args = arguments((rows,), 520, 72, torch.float16, device)
+    [launch], got = plan(*args)
+    assert not launch.constants["SCALE_LAST"]
+    replace(launch, constants={**launch.constants, "SCALE_LAST": True}).run()
+    check_numerics(got, formula(*args), reference(*map(to64, args)), atol=1e-7)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -76,7 +105,7 @@ def test_norm_weight_may_be_fp32(device: str, implementation: str, dtype: torch.
 @pytest.mark.parametrize("implementation", implementations(OP))
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_row_does_not_depend_on_the_batch(device: str, implementation: str, dtype: torch.dtype) -> None:
-    sizes = ((72, 40), (256, 2048), (256, 1000), (768, 200), (1024, 8192))
+    sizes = ((72, 40), (256, 2048), (256, 1000), (768, 200), (1000, 6000), (1024, 8192), (1024, 16384))
     for inner, out in sizes if device == "cuda" else sizes[:1]:
         args = arguments((150,), inner, out, dtype, device)
         check_rows_alone(OP, implementation, args, (0,))

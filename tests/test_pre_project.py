@@ -94,6 +94,20 @@ def test_against_fp64(device: str, implementation: str, dtype: torch.dtype, batc
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("implementation", implementations(OP))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("batch, rows", [(1, 1), (10, 2), (2, 35)])  # 16 rows share weights, 32, 64
+def test_a_wide_product(device: str, implementation: str, dtype: torch.dtype, batch: int, rows: int) -> None:
+    # Broken last blocks of columns and of K, and a shorter last split.
+    ids, embed, scale, state, weight = arguments(batch, rows, 520, 520, dtype=dtype, device=device)
+    ids[0, -1], row = 10**9, torch.full((batch, rows), rows - 1, device=device)
+    far = (ids, restrided(embed, [0], 8), scale, restrided(state, [1, 0], 8), restrided(weight, [0], 8))
+    with forced(implementation):
+        check_call(*far, row_index=row)
+        check_call(*far[:3], None, far[4])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("implementation", implementations(OP))
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_row_index(device: str, implementation: str, dtype: torch.dtype, index: torch.dtype) -> None:

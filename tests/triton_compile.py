@@ -28,6 +28,7 @@ class Compiled:
     """What the compiler says of one launch."""
 
     ptx: str
+    ttgir: str
     shared: int  # bytes a block
     registers: int  # a thread
     spill_stores: int  # bytes
@@ -53,11 +54,13 @@ def compile_launch(launch: Any, arch: int) -> Compiled:
                 attrs[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(launch.kernel, signature, constants, attrs)
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    if launch.early:
+        options["launch_pdl"] = True
     built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     text = _ptxas(built.asm["ptx"], arch)
     registers = int(re.search(r"Used (\d+) registers", text)[1])  # type: ignore[index]
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", text))
-    return Compiled(built.asm["ptx"], built.metadata.shared, registers, spills)
+    return Compiled(built.asm["ptx"], built.asm["ttgir"], built.metadata.shared, registers, spills)
 
 
 def _unspecialised(kernel: Any, name: str) -> bool:

@@ -40,8 +40,7 @@ def whole_config(inner: int, itemsize: int, busy: bool = False) -> GemmConfig:
     """One program sums over all of K: norm_linear, and norm_geglu and post_project, which do more beside (`busy`).
 
     Microseconds on an H200 with a cold L2, at 1 and 64 rows: E4B (K 256) norm_linear 2.3 and 3.6, norm_geglu 4.1 and
-    6.0, post_project 3.5 and 5.4; 31B (K 1024) 10.0 and 28.7, 16.6 and 41.8, 9.7 and 21.1. With 32 columns a slab of K
-    the latter three were 11.9, 27.1 and 15.0 at 1 row; with 128 or more, 13 to 21.
+    6.0, post_project 3.5 and 5.4.
     """
     if itemsize == 4:
         return GemmConfig(16, 16, 2, block_ms=(16, 32))
@@ -55,8 +54,7 @@ def split_config(num_columns: int, inner: int, itemsize: int, parts: int = 1, ga
     """Programs share a column's sum over `parts` times `inner`: linear_norm_add and pre_project (`gather`).
 
     No split crosses from one part to the next. A program that gathers its rows needs all of its loads in flight at once
-    where the weights are small, and more registers a row. Microseconds of linear_norm_add on an H200 with a cold L2, at
-    1 and 64 rows: 31B down (K 8192) 10.5 and 16.7 with 128 programs, 10.8 and 21.8 with 256.
+    where the weights are small, and more registers a row.
     """
     small = num_columns <= 512
     block_n = 16 if small else 32

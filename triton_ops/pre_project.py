@@ -7,9 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._early import let_others_start, wait_for_others
+from ._gather import gathered_rows
 from ._gemm import add_splits, block_columns, load_rows, load_weight, multiply, store_partial
 from ._gemm_config import split_config
 from ._launch import Launch
+from ._wide_gemm_config import is_wide_split
+from ._wide_gemm_prefetch import ahead_arguments, prefetch_ahead
+from ._wide_gemm_split import wide_pre_project_launch
 
 SUM_COLUMNS = 128  # a program of the sum: one 16-byte load a thread and split
 
@@ -43,28 +48,47 @@ def plan(
     vocab_start: int = 0,
 ) -> tuple[list[Launch], Tensor]:
     """The launches and the result that they write."""
+    launch = gather_launch(
+        token_ids, embed_weight, embed_scale, state, weight, row_index=row_index, vocab_start=vocab_start
+    )
+    output = torch.empty(*token_ids.shape, weight.size(0), dtype=weight.dtype, device=weight.device)
+    return [launch, add_splits_launch(launch.args["partials"], output)], output
+
+
+def gather_launch(
+    token_ids: Tensor, embed_weight: Tensor, embed_scale: float, state: Tensor | None, weight: Tensor, *,
+    row_index: Tensor | None = None, vocab_start: int = 0, early: bool = False, ahead: Tensor | None = None
+) -> Launch:
+    """The splits' sums of the gathered rows' products into a workspace `partials` [rows, SPLITS, N], fp32.
+
+    `early`, `ahead`: as in _wide_gemm_prefetch.py, where the product is wide; others start when it is their turn.
+    """
     batch, rows = token_ids.shape
     num_rows, backbone, columns = batch * rows, embed_weight.size(1), weight.size(0)
-    config = split_config(columns, backbone, embed_weight.element_size(), 1 if state is None else 2, gather=True)
-    partials = torch.empty(num_rows, config.splits, columns, dtype=torch.float32, device=weight.device)
-    output = torch.empty(batch, rows, columns, dtype=weight.dtype, device=weight.device)
     if state is None:
         row_index = None
-    gather = Launch(
+    gathered = {
+        "token_ids": token_ids, "ids_stride0": token_ids.stride(0), "ids_stride1": token_ids.stride(1),
+        "embed_weight": embed_weight, "embed_stride": embed_weight.stride(0), "embed_scale": float(embed_scale),
+        "vocab_start": vocab_start, "vocab": embed_weight.size(0),
+        "state": state,
+        "state_stride0": None if state is None else state.stride(0),
+        "state_stride1": None if state is None else state.stride(1),
+        "prev_rows": None if state is None else state.size(1),
+        "row_index": row_index,
+        "index_stride0": None if row_index is None else row_index.stride(0),
+        "index_stride1": None if row_index is None else row_index.stride(1),
+        "rows": rows,
+    }
+    if is_wide_split(columns, backbone, embed_weight.element_size()):
+        return wide_pre_project_launch(gathered, num_rows, backbone, weight, early=early, ahead=ahead)
+    config = split_config(columns, backbone, embed_weight.element_size(), 1 if state is None else 2, gather=True)
+    return Launch(
         pre_project_kernel,
         (triton.cdiv(num_rows, config.block_m(num_rows)), triton.cdiv(columns, config.block_n), config.splits),
         {
-            "token_ids": token_ids, "ids_stride0": token_ids.stride(0), "ids_stride1": token_ids.stride(1),
-            "embed_weight": embed_weight, "embed_stride": embed_weight.stride(0), "embed_scale": float(embed_scale),
-            "vocab_start": vocab_start, "vocab": embed_weight.size(0),
-            "state": state,
-            "state_stride0": None if state is None else state.stride(0),
-            "state_stride1": None if state is None else state.stride(1),
-            "prev_rows": None if state is None else state.size(1),
-            "row_index": row_index,
-            "index_stride0": None if row_index is None else row_index.stride(0),
-            "index_stride1": None if row_index is None else row_index.stride(1),
-            "weight": weight, "weight_stride": weight.stride(0), "partials": partials, "rows": rows,
+            **gathered, "weight": weight, "weight_stride": weight.stride(0),
+            "partials": torch.empty(num_rows, config.splits, columns, dtype=torch.float32, device=weight.device),
             "num_rows": num_rows,
         },
         {
@@ -74,14 +98,23 @@ def plan(
         num_warps=config.slabs,
         num_stages=config.stages(num_rows, embed_weight.element_size()),
     )
-    add = Launch(
+
+
+def add_splits_launch(
+    partials: Tensor, output: Tensor, *, early: bool = False, ahead: Tensor | None = None
+) -> Launch:
+    """The sum of the splits in `partials` [rows, SPLITS, N] into `output` [.., N]."""
+    num_rows, splits, columns = partials.shape
+    grid = (num_rows, triton.cdiv(columns, SUM_COLUMNS))
+    arguments, constants = ahead_arguments(ahead, early, grid[0] * grid[1])
+    return Launch(
         add_splits_kernel,
-        (num_rows, triton.cdiv(columns, SUM_COLUMNS)),
-        {"partials": partials, "output": output},
-        {"SPLITS": config.splits, "N": columns, "BLOCK_N": SUM_COLUMNS},
+        grid,
+        {"partials": partials, "output": output, **arguments},
+        {"SPLITS": splits, "N": columns, "BLOCK_N": SUM_COLUMNS, **constants, "THREADS": 32, "EARLY": early},
         num_warps=1,
+        early=early,
     )
-    return [gather, add], output
 
 
 @triton.jit(do_not_specialize=["vocab_start", "vocab", "prev_rows", "rows", "num_rows", "ids_stride0",
@@ -112,22 +145,11 @@ def pre_project_kernel(
     if BLOCKS == 1:
         w = load_weight(weight_rows, n_mask, k, K, EVEN_N, EVEN_K)  # does not wait for the ids
 
-    request, place = (row // rows).to(tl.int64), row % rows
-    ids = tl.load(token_ids + request * ids_stride0 + place * ids_stride1, mask=row_mask, other=-1).to(tl.int64)
-    # The difference can wrap around only where the first condition is false already.
-    x_mask = (ids >= vocab_start) & (ids - vocab_start < vocab) & row_mask
-    x_rows = embed_weight + tl.where(x_mask, ids - vocab_start, 0) * embed_stride  # [BLOCK_M]
-    scale = embed_scale
-    if state is not None:
-        source = place.to(tl.int64)
-        if row_index is not None:
-            pointers = row_index + request * index_stride0 + place * index_stride1
-            source = tl.load(pointers, mask=row_mask, other=0).to(tl.int64)
-            source = tl.minimum(tl.maximum(source, 0), prev_rows.to(tl.int64) - 1)
-        in_state = split >= SPLITS // 2
-        x_rows = tl.where(in_state, state + request * state_stride0 + source * state_stride1, x_rows)
-        x_mask = tl.where(in_state, row_mask, x_mask)
-        scale = tl.where(in_state, 1.0, scale)  # 1 changes no bit
+    x_rows, x_mask, scale = gathered_rows(
+        token_ids, ids_stride0, ids_stride1, embed_weight, embed_stride, embed_scale, vocab_start, vocab, state,
+        state_stride0, state_stride1, prev_rows, row_index, index_stride0, index_stride1, rows, row, row_mask,
+        split >= SPLITS // 2
+    )
 
     sums = tl.zeros([SLABS, BLOCK_M, BLOCK_N], tl.float32)
     if BLOCKS == 1:
@@ -142,11 +164,17 @@ def pre_project_kernel(
     store_partial(partials, sums, num_rows, split, SPLITS, N, BLOCK_M, BLOCK_N)
 
 
-@triton.jit
-def add_splits_kernel(partials, output, SPLITS: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr):
+@triton.jit(do_not_specialize=["ahead_pieces", "ahead_share"])
+def add_splits_kernel(
+    partials, output, ahead, ahead_stride, ahead_pieces, ahead_share, SPLITS: tl.constexpr, N: tl.constexpr,
+    BLOCK_N: tl.constexpr, AHEAD_ROW_BYTES: tl.constexpr, THREADS: tl.constexpr, EARLY: tl.constexpr
+):
     """Programs (a row, BLOCK_N columns)."""
+    let_others_start(EARLY)
+    prefetch_ahead(ahead, ahead_stride, ahead_pieces, ahead_share, AHEAD_ROW_BYTES, THREADS, EARLY)
     row = tl.program_id(0)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = n < N
+    wait_for_others(EARLY)
     y = add_splits(partials, row, n, mask, SPLITS, N)
     tl.store(output + row.to(tl.int64) * N + n, y, mask=mask)
