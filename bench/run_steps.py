@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..captured import launch_round, why_not_fused
-from ..draft import DraftTree, draft_step, num_candidates
+from ..captured import FUSED, OPS, OVERLAPPED, choose_kernels, launch_round
+from ..draft import DraftTree, Step, draft_step, num_candidates
 from ..kv_view import KVView
 from ..weights import AssistantWeights
 from ..weights._config import SLIDING
@@ -28,7 +28,6 @@ LIB.impl("attend", lambda q, layer: ATTENDS[layer](q), "CompositeExplicitAutogra
 torch.library.register_fake("mtp_bench::attend", lambda q, layer: torch.empty_like(q), lib=LIB)
 ATTENDS: dict[int, plain.Attend] = {}  # what the compiled step's attention is at the moment, by layer
 
-FUSED = "triton, fused"  # what served it: the private kernels of a captured round
 NODES = 16  # of a tree
 DENSE_KEYS = 8192  # keys of a batch that transformers' copy of the cache may hold
 
@@ -87,9 +86,9 @@ class StepProblem:
 
 def candidates(case: Case, problem: StepProblem, setting: Setting) -> list[Candidate]:
     """Who runs the case, ours first."""
-    fused = case.mode == "graph" and not why_not_fused(problem.inputs.weights, problem.inputs.kv, case.topk)
-    ours = _our_round if case.level == "round" else _our_fused_chain if fused else _our_chain
-    served = FUSED if fused else served_by(lambda: ours(problem.inputs, case))
+    kernels = _kernels(problem.inputs, case)
+    ours = _our_round if case.level == "round" else _our_fused_chain if kernels == FUSED else _our_chain
+    served = served_by(lambda: ours(problem.inputs, case)) if kernels == OPS else f"triton, {kernels}"
     results = _tree if case.level == "round" else _flat
     found = [Candidate("mtp", lambda one: lambda: ours(one, case), results, served)]
     if case.level == "round":
@@ -111,12 +110,26 @@ def candidates(case: Case, problem: StepProblem, setting: Setting) -> list[Candi
 def _our_chain(one: StepInputs, case: Case) -> tuple[list[Tensor], list[Tensor]]:
     ids, state = one.seed_ids.unsqueeze(1), one.state.unsqueeze(1)
     all_ids, states = [], []
+    take = _step_of(_kernels(one, case))
     for _ in range(case.num_steps):
-        step = draft_step(one.weights, one.kv, ids, state, one.positions)
+        step = take(one.weights, one.kv, ids, state, one.positions)
         ids, state = step.token_ids[:, :, 0], step.state
         all_ids.append(ids[:, 0])
         states.append(state[:, 0])
     return all_ids, states
+
+
+def _step_of(kernels: str) -> Step:
+    if kernels != OVERLAPPED:
+        return draft_step
+    from ..overlapped import overlapped_step
+
+    return overlapped_step
+
+
+def _kernels(one: StepInputs, case: Case) -> str:
+    """What CapturedDraft would capture; without a graph, the ops."""
+    return choose_kernels(one.weights, one.kv, case.topk)[0] if case.mode == "graph" else OPS
 
 
 def _our_fused_chain(one: StepInputs, case: Case) -> tuple[list[Tensor], list[Tensor]]:
@@ -130,10 +143,9 @@ def _our_fused_chain(one: StepInputs, case: Case) -> tuple[list[Tensor], list[Te
 
 def _our_round(one: StepInputs, case: Case) -> Callable[[], DraftTree]:
     """In a graph what CapturedDraft captures, else draft()."""
-    fused = case.mode == "graph" and not why_not_fused(one.weights, one.kv, case.topk)
     nodes, roots = (None, None) if case.topk == 1 else (num_nodes(case), one.positions)
     start = (one.weights, one.kv, one.seed_ids, one.state, one.positions)
-    return launch_round(*start, case.num_steps, case.topk, nodes, roots, fused=fused)
+    return launch_round(_kernels(one, case), *start, case.num_steps, case.topk, nodes, roots)
 
 
 def _tree(made: Callable[[], DraftTree]) -> tuple[Tensor | None, ...]:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from . import _triton
-from .draft import DraftTree, chain_links, check_draft, draft
+from .draft import DraftTree, Step, chain_links, check_draft, draft_step, draft_with
 from .kv_view import KVView
 from .ops._checks import check_device, check_dtype, check_index, check_range, check_shape, fail, require
 from .weights import AssistantWeights
 
 WHERE = "CapturedDraft"
+FUSED, OVERLAPPED, OPS = "fused", "overlapped", "ops"  # kernels of a captured round
 WARM_UPS = 2  # runs before a capture: kernels compile in the first
 
 
@@ -52,8 +53,10 @@ class CapturedDraft:
         num_steps: depth of the draft, or several to choose from at each replay.
         topk, num_draft_tokens: as for draft().
         root_positions: False for a chain that needs no draft_positions.
-        fused: private kernels that cross the borders of ops, where they serve (`why_not_fused` says why they do not);
-            False for the ops that draft() calls, and its bits. The fused ones round sums in another order.
+        private: kernels that cross the borders of ops, or start before the one in front has ended, where they serve;
+            False for the ops as draft() calls them. `kernels` says what runs: "fused" (small assistants with a centroid
+            head; sums are rounded in another order than the ops'), "overlapped" (large ones; the ops' bits) or "ops";
+            `reason` says why not what comes before it.
 
     Raises:
         ArgumentError: as draft() does, and for a view with kv_indptr, whose capacity a graph cannot know.
@@ -83,7 +86,7 @@ class CapturedDraft:
         topk: int = 1,
         num_draft_tokens: int | None = None,
         root_positions: bool = True,
-        fused: bool = True,
+        private: bool = True,
     ) -> None:
         check_range(WHERE, "max_batch", max_batch, 1)
         depths = (num_steps,) if isinstance(num_steps, int) else tuple(num_steps)
@@ -92,7 +95,7 @@ class CapturedDraft:
         self.topk, self.num_draft_tokens = topk, num_draft_tokens
         self._with_roots = root_positions or topk > 1
         self._views = {name: _checked(name, view) for name, view in kv.items()}
-        self.why_not_fused = why_not_fused(weights, self._views, topk) if fused else "fused=False"
+        self.kernels, self.reason = choose_kernels(weights, self._views, topk) if private else (OPS, "private=False")
         self.buffers = _make_buffers(weights, self._views, max_batch)
         self.batch_sizes = _buckets(max_batch)
         self._graphs: dict[tuple[int, int], Callable[[], DraftTree]] = {}
@@ -182,8 +185,9 @@ class CapturedDraft:
         def run() -> Callable[[], DraftTree]:
             roots = b.root_positions[:size] if self._with_roots else None
             seeds = (b.seed_ids[:size], b.seed_state[:size], b.positions[:size])
-            fused = not self.why_not_fused
-            return launch_round(self.weights, kv, *seeds, depth, self.topk, self.num_draft_tokens, roots, fused=fused)
+            return launch_round(
+                self.kernels, self.weights, kv, *seeds, depth, self.topk, self.num_draft_tokens, roots
+            )
 
         check_draft(
             self.weights, kv, b.seed_ids[:size], b.seed_state[:size], b.positions[:size], depth, self.topk,
@@ -210,6 +214,7 @@ class CapturedDraft:
 
 
 def launch_round(
+    kernels: str,
     weights: AssistantWeights,
     kv: Mapping[str, KVView],
     seed_ids: Tensor,
@@ -219,34 +224,61 @@ def launch_round(
     topk: int,
     num_draft_tokens: int | None,
     root_positions: Tensor | None,
-    *,
-    fused: bool,
 ) -> Callable[[], DraftTree]:
-    """What a graph captures of a round: draft(), or the private kernels. What this returns gives the draft afterwards,
-    with what is the same for every chain, which no replay has to make again."""
-    if not fused or seed_ids.size(0) == 0:
-        tree = draft(weights, kv, seed_ids, seed_state, positions, num_steps, topk, num_draft_tokens, root_positions)
-        return lambda: tree
-    from . import fused as kernels
+    """What a graph captures of a round, on what choose_kernels named.
 
-    drafter = kernels.Drafter(weights, kv, positions, kernels.overlaps(seed_ids.device))
+    What this returns gives the draft afterwards, with what is the same for every chain, which no replay makes again.
+    """
+    if kernels == FUSED and seed_ids.size(0) > 0:
+        return _launch_fused(
+            weights, kv, seed_ids, seed_state, positions, num_steps, topk, num_draft_tokens, root_positions
+        )
+    step: Step = draft_step
+    if kernels == OVERLAPPED and seed_ids.size(0) > 0:
+        from .overlapped import overlapped_step
+
+        step = overlapped_step
+    tree = draft_with(
+        step, weights, kv, seed_ids, seed_state, positions, num_steps, topk, num_draft_tokens, root_positions
+    )
+    return lambda: tree
+
+
+def _launch_fused(
+    weights: AssistantWeights,
+    kv: Mapping[str, KVView],
+    seed_ids: Tensor,
+    seed_state: Tensor,
+    positions: Tensor,
+    num_steps: int,
+    topk: int,
+    num_draft_tokens: int | None,
+    root_positions: Tensor | None,
+) -> Callable[[], DraftTree]:
+    from . import fused
+
+    drafter = fused.Drafter(weights, kv, positions, fused.overlaps(seed_ids.device))
     if topk > 1:
         assert root_positions is not None
-        tree = kernels.draft_tree(drafter, seed_ids, seed_state, num_steps, topk, num_draft_tokens, root_positions)
+        tree = fused.draft_tree(drafter, seed_ids, seed_state, num_steps, topk, num_draft_tokens, root_positions)
         return lambda: tree
-    chain = kernels.draft_chain(drafter, seed_ids, seed_state, num_steps, num_draft_tokens, root_positions)
+    chain = fused.draft_chain(drafter, seed_ids, seed_state, num_steps, num_draft_tokens, root_positions)
     return lambda: chain_links(*chain[:4])
 
 
-def why_not_fused(weights: AssistantWeights, kv: Mapping[str, KVView], topk: int) -> str:
-    """Why the private kernels do not serve these, or ""."""
+def choose_kernels(weights: AssistantWeights, kv: Mapping[str, KVView], topk: int) -> tuple[str, str]:
+    """What runs a captured round, one of FUSED, OVERLAPPED and OPS, and why not what is before it."""
     if weights.device.type != "cuda" and not _triton.interpreting():
-        return f"its kernels do not run on {weights.device.type}"
+        return OPS, f"the private kernels do not run on {weights.device.type}"
     try:
-        from . import fused
+        from . import fused, overlapped
     except ImportError as error:
-        return str(error)
-    return fused.refuses(weights, kv, topk)
+        return OPS, str(error)
+    why = fused.refuses(weights, kv, topk)
+    if not why:
+        return FUSED, ""
+    why_not = overlapped.refuses(weights, kv)
+    return (OPS, f"{why}; {why_not}") if why_not else (OVERLAPPED, why)
 
 
 def _buckets(max_batch: int) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from test_captured import seeds, some, views
 from torch import Tensor
 
 from mtp_kernels import AssistantWeights, CapturedDraft, KVView, draft
-from mtp_kernels.captured import why_not_fused
+from mtp_kernels.captured import choose_kernels
 from mtp_kernels.weights import PRESETS, AssistantConfig
 
 OP = "draft_attention"  # where that has a Triton kernel, so has the round
@@ -124,23 +124,31 @@ def test_lengths_of_zero_and_garbage_behind_them(implementation: str, device: st
         torch.testing.assert_close(one[:1], two)
 
 
-def test_why_not() -> None:
-    """A reason for each size that the kernels do not take; on a CPU without the interpreter, for all."""
+def test_reasons() -> None:
+    """On a CPU without the interpreter, the ops."""
     weights = AssistantWeights.synthetic("tiny-dense", dtype=torch.float32)
-    reason = why_not_fused(weights, views(weights, 1), 1)
-    assert reason in ("its kernels do not run on cpu", "the head is dense")
-    runner = CapturedDraft(weights, views(weights, 1), 1, fused=False)
-    assert runner.why_not_fused == "fused=False"
+    kernels, reason = choose_kernels(weights, views(weights, 1), 1)
+    assert kernels == "ops"
+    assert reason in (
+        "the private kernels do not run on cpu", "the head is dense; no kernel starts early below sm_90"
+    )
+    runner = CapturedDraft(weights, views(weights, 1), 1, private=False)
+    assert (runner.kernels, runner.reason) == ("ops", "private=False")
 
 
 @TRITON
 @ON
-def test_refuses(implementation: str, device: str) -> None:
+def test_chooses(implementation: str, device: str) -> None:
     dtype = dtypes(device)[0]
     weights = weights_of(device, dtype)
-    assert why_not_fused(weights, views(weights, 1), 1) == ""
-    assert why_not_fused(weights, views(weights, 1), 65) == "topk above 64"
+    assert choose_kernels(weights, views(weights, 1), 1) == ("fused", "")
     odd = AssistantWeights.synthetic("tiny", dtype=dtype).to(device)
-    assert why_not_fused(odd, views(odd, 1), 1) == "a projection whose columns are no multiple of 16"
     dense = AssistantWeights.synthetic("tiny-dense", dtype=dtype).to(device)
-    assert why_not_fused(dense, views(dense, 1), 1) == "the head is dense"
+    for model, topk, why in (
+        (weights, 65, "topk above 64"),
+        (odd, 1, "a projection whose columns are no multiple of 16"),
+        (dense, 1, "the head is dense"),
+    ):
+        kernels, reason = choose_kernels(model, views(model, 1), topk)
+        assert kernels == "ops"
+        assert reason.startswith(why)

@@ -36,7 +36,7 @@ def test_captured_equals_eager(topk: int) -> None:
     weights = weights_of("cuda", torch.bfloat16)
     kv = views(weights, 5)
     runner = CapturedDraft(weights, kv, max_batch=5, num_steps=(3, 1), topk=topk)
-    assert runner.why_not_fused == ""
+    assert runner.kernels == "fused"
     for turn, (batch, depth) in enumerate([(5, 3), (1, 3), (3, 1), (4, 3), (2, 1)] * 3):
         ids, state, positions = seeds(weights, batch, turn)
         mine = some(kv, slice(0, batch))
@@ -44,6 +44,6 @@ def test_captured_equals_eager(topk: int) -> None:
         got = runner.draft(mine, ids, state, positions, positions + 1, depth)
         got = [None if t is None else t.clone() for t in got]
         del waste
-        expected = launch_round(weights, mine, ids, state, positions, depth, topk, None, positions + 1, fused=True)()
+        expected = launch_round("fused", weights, mine, ids, state, positions, depth, topk, None, positions + 1)()
         for one, two in zip(got, expected):
             assert_same_bits(one, two)
