@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..captured import FUSED, OPS, OVERLAPPED, choose_kernels, launch_round
-from ..draft import DraftTree, Step, draft_step, num_candidates
+from ..captured import FUSED, OPS, choose_kernels, launch_round
+from ..draft import DraftTree, draft_step, num_candidates
 from ..kv_view import KVView
 from ..weights import AssistantWeights
 from ..weights._config import SLIDING
@@ -110,21 +110,12 @@ def candidates(case: Case, problem: StepProblem, setting: Setting) -> list[Candi
 def _our_chain(one: StepInputs, case: Case) -> tuple[list[Tensor], list[Tensor]]:
     ids, state = one.seed_ids.unsqueeze(1), one.state.unsqueeze(1)
     all_ids, states = [], []
-    take = _step_of(_kernels(one, case))
     for _ in range(case.num_steps):
-        step = take(one.weights, one.kv, ids, state, one.positions)
+        step = draft_step(one.weights, one.kv, ids, state, one.positions)
         ids, state = step.token_ids[:, :, 0], step.state
         all_ids.append(ids[:, 0])
         states.append(state[:, 0])
     return all_ids, states
-
-
-def _step_of(kernels: str) -> Step:
-    if kernels != OVERLAPPED:
-        return draft_step
-    from ..overlapped import overlapped_step
-
-    return overlapped_step
 
 
 def _kernels(one: StepInputs, case: Case) -> str:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from . import _triton
-from .draft import DraftTree, Step, chain_links, check_draft, draft_step, draft_with
+from .draft import DraftTree, chain_links, check_draft, draft
 from .kv_view import KVView
 from .ops._checks import check_device, check_dtype, check_index, check_range, check_shape, fail, require
 from .weights import AssistantWeights
 
 WHERE = "CapturedDraft"
-FUSED, OVERLAPPED, OPS = "fused", "overlapped", "ops"  # kernels of a captured round
+FUSED, OPS = "fused", "ops"  # kernels of a captured round
 WARM_UPS = 2  # runs before a capture: kernels compile in the first
 
 
@@ -53,10 +53,9 @@ class CapturedDraft:
         num_steps: depth of the draft, or several to choose from at each replay.
         topk, num_draft_tokens: as for draft().
         root_positions: False for a chain that needs no draft_positions.
-        private: kernels that cross the borders of ops, or start before the one in front has ended, where they serve;
-            False for the ops as draft() calls them. `kernels` says what runs: "fused" (small assistants with a centroid
-            head; sums are rounded in another order than the ops'), "overlapped" (large ones; the ops' bits) or "ops";
-            `reason` says why not what comes before it.
+        private: kernels that cross the borders of ops and start before the one in front has ended, where they serve
+            (small assistants with a centroid head); False for the ops as draft() calls them. `kernels` says what runs,
+            "fused" or "ops", and `reason` why the latter. The fused ones round sums in another order than the ops.
 
     Raises:
         ArgumentError: as draft() does, and for a view with kv_indptr, whose capacity a graph cannot know.
@@ -229,32 +228,9 @@ def launch_round(
 
     What this returns gives the draft afterwards, with what is the same for every chain, which no replay makes again.
     """
-    if kernels == FUSED and seed_ids.size(0) > 0:
-        return _launch_fused(
-            weights, kv, seed_ids, seed_state, positions, num_steps, topk, num_draft_tokens, root_positions
-        )
-    step: Step = draft_step
-    if kernels == OVERLAPPED and seed_ids.size(0) > 0:
-        from .overlapped import overlapped_step
-
-        step = overlapped_step
-    tree = draft_with(
-        step, weights, kv, seed_ids, seed_state, positions, num_steps, topk, num_draft_tokens, root_positions
-    )
-    return lambda: tree
-
-
-def _launch_fused(
-    weights: AssistantWeights,
-    kv: Mapping[str, KVView],
-    seed_ids: Tensor,
-    seed_state: Tensor,
-    positions: Tensor,
-    num_steps: int,
-    topk: int,
-    num_draft_tokens: int | None,
-    root_positions: Tensor | None,
-) -> Callable[[], DraftTree]:
+    if kernels == OPS or seed_ids.size(0) == 0:
+        tree = draft(weights, kv, seed_ids, seed_state, positions, num_steps, topk, num_draft_tokens, root_positions)
+        return lambda: tree
     from . import fused
 
     drafter = fused.Drafter(weights, kv, positions, fused.overlaps(seed_ids.device))
@@ -267,18 +243,15 @@ def _launch_fused(
 
 
 def choose_kernels(weights: AssistantWeights, kv: Mapping[str, KVView], topk: int) -> tuple[str, str]:
-    """What runs a captured round, one of FUSED, OVERLAPPED and OPS, and why not what is before it."""
+    """What runs a captured round, FUSED or OPS, and why the latter."""
     if weights.device.type != "cuda" and not _triton.interpreting():
         return OPS, f"the private kernels do not run on {weights.device.type}"
     try:
-        from . import fused, overlapped
+        from . import fused
     except ImportError as error:
         return OPS, str(error)
     why = fused.refuses(weights, kv, topk)
-    if not why:
-        return FUSED, ""
-    why_not = overlapped.refuses(weights, kv)
-    return (OPS, f"{why}; {why_not}") if why_not else (OVERLAPPED, why)
+    return (OPS, why) if why else (FUSED, "")
 
 
 def _buckets(max_batch: int) -> tuple[int, ...]:

@@ -6,8 +6,7 @@ torch.compile, and inside a CUDA graph that an engine captures.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -44,9 +43,6 @@ class StepOutput(NamedTuple):
     logprobs: Tensor  # [batch, rows, topk] fp32, over the head's candidates
     token_ids: Tensor  # [batch, rows, topk] int64, best first
     state: Tensor  # [batch, rows, backbone], the recurrent state of the next step
-
-
-Step = Callable[..., StepOutput]  # draft_step, or what computes the same from the same arguments
 
 
 def draft(
@@ -97,29 +93,12 @@ def draft(
     (torch.Size([2, 4]), [-1, 0, 1, 2])
     """
     check_draft(weights, kv, seed_ids, seed_state, positions, num_steps, topk, num_draft_tokens, root_positions)
-    return draft_with(
-        draft_step, weights, kv, seed_ids, seed_state, positions, num_steps, topk, num_draft_tokens, root_positions
-    )
-
-
-def draft_with(
-    step: Step,
-    weights: AssistantWeights,
-    kv: Mapping[str, KVView],
-    seed_ids: Tensor,
-    seed_state: Tensor,
-    positions: Tensor,
-    num_steps: int,
-    topk: int,
-    num_draft_tokens: int | None,
-    root_positions: Tensor | None,
-) -> DraftTree:
-    """draft() by steps of the caller's, who has checked the arguments."""
-    take = partial(step, weights, kv)
     if topk == 1:
-        return _draft_chain(take, seed_ids, seed_state, positions, num_steps, num_draft_tokens, root_positions)
+        return _draft_chain(weights, kv, seed_ids, seed_state, positions, num_steps, num_draft_tokens, root_positions)
     assert root_positions is not None
-    return _draft_tree(take, seed_ids, seed_state, positions, num_steps, topk, num_draft_tokens, root_positions)
+    return _draft_tree(
+        weights, kv, seed_ids, seed_state, positions, num_steps, topk, num_draft_tokens, root_positions
+    )
 
 
 def num_candidates(num_steps: int, topk: int) -> int:
@@ -192,7 +171,8 @@ def _head(weights: AssistantWeights, normed: Tensor, k: int) -> tuple[Tensor, Te
 
 
 def _draft_chain(
-    take: Callable[..., StepOutput],
+    weights: AssistantWeights,
+    kv: Mapping[str, KVView],
     seed_ids: Tensor,
     seed_state: Tensor,
     positions: Tensor,
@@ -203,7 +183,7 @@ def _draft_chain(
     ids, state = seed_ids.unsqueeze(1), seed_state.unsqueeze(1)  # [batch, 1], [batch, 1, backbone]
     drafted, logprobs = [], []
     for _ in range(num_steps):
-        step = take(ids, state, positions)
+        step = draft_step(weights, kv, ids, state, positions)
         ids, state = step.token_ids[:, :, 0], step.state
         drafted.append(ids)
         logprobs.append(step.logprobs[:, :, 0])
@@ -238,7 +218,8 @@ def chain_links(
 
 
 def _draft_tree(
-    take: Callable[..., StepOutput],
+    weights: AssistantWeights,
+    kv: Mapping[str, KVView],
     seed_ids: Tensor,
     seed_state: Tensor,
     positions: Tensor,
@@ -254,7 +235,7 @@ def _draft_tree(
     all_parents: list[Tensor] = []
     offset = 0
     for _ in range(num_steps):
-        step = take(ids, state, positions, row_index=row_index, topk=topk)
+        step = draft_step(weights, kv, ids, state, positions, row_index=row_index, topk=topk)
         state = step.state
         ids, row_index, scores, frontier, cand_scores, cand_parent = ops.tree_expand(
             step.logprobs, step.token_ids, offset, scores=scores, frontier=frontier

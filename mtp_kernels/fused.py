@@ -8,7 +8,7 @@ another order. Imports Triton, so import this only where that is wanted.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,6 @@ from . import _triton
 from .draft import DraftTree, num_candidates
 from .kv_view import KVView
 from .ops.draft_attention import triton_serves
-from .overlapped import start_early
 from .triton_ops import _round, draft_attention
 from .triton_ops._centroids import candidate_launch, pieces, rank_launch
 from .triton_ops._launch import Launch
@@ -160,11 +159,11 @@ def _step(
                            centroids=weights.centroids, scores=centroid_scores, group_max=group_max, early=early)
     )
     launch, chosen = rank_launch(centroid_scores, group_max, weights.num_active)
-    emit(start_early(launch, early))
+    emit(_start_early(launch, early))
     num_parts = weights.num_active * pieces(weights.token_ordering.size(0) // num_centroids)
     parts = new_parts(normed, total, num_parts, depth)
     emit(
-        start_early(
+        _start_early(
             candidate_launch(normed, chosen, weights.token_ordering, weights.lm_head, num_centroids,
                              weights.centroid_ordered, outputs=parts, depth=depth),
             early,
@@ -187,7 +186,7 @@ def _layer(drafter: Drafter, layer: LayerWeights, x: _round.Pending, batch: int,
         capability=draft_attention.capability(q.device),
     )
     for launch in launches:
-        emit(start_early(launch, early))
+        emit(_start_early(launch, early))
     launch, x = _round.linear(attended.view(total, -1), layer.o_proj, early=early)
     emit(launch)
     x, left = _settle(drafter, x.after(residual, layer.post_attention_norm), between)
@@ -204,3 +203,8 @@ def _settle(drafter: Drafter, x: _round.Pending, x_out: Tensor) -> tuple[_round.
     for launch in launches:
         drafter.emit(launch)
     return x, left
+
+
+def _start_early(launch: Launch, early: bool) -> Launch:
+    """A launch of an op's kernel that has the constant EARLY."""
+    return replace(launch, constants={**launch.constants, "EARLY": early}, early=early)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +89,7 @@ def test_a_batch_equals_each_request_alone(topk: int) -> None:
 
 def test_chain_equals_a_tree_of_one_branch() -> None:
     """The chain's shortcut gives what tree_expand and tree_build give, in every field."""
-    from mtp_kernels.draft import _draft_tree, draft_step
+    from mtp_kernels.draft import _draft_tree
 
     weights = synthetic()
     lengths = [9, 0, 21]
@@ -99,7 +98,7 @@ def test_chain_equals_a_tree_of_one_branch() -> None:
     kv = views(weights, lengths)
     for size in (None, 1, 3):
         chain = draft(weights, kv, ids, state, positions, 4, 1, size, positions)
-        tree = _draft_tree(partial(draft_step, weights, kv), ids, state, positions, 4, 1, size, positions)
+        tree = _draft_tree(weights, kv, ids, state, positions, 4, 1, size, positions)
         for name, one, two in zip(chain._fields, chain, tree):
             assert_same_bits(one, two) if name != "cand_scores" else torch.testing.assert_close(one, two)
 

@@ -129,9 +129,7 @@ def test_reasons() -> None:
     weights = AssistantWeights.synthetic("tiny-dense", dtype=torch.float32)
     kernels, reason = choose_kernels(weights, views(weights, 1), 1)
     assert kernels == "ops"
-    assert reason in (
-        "the private kernels do not run on cpu", "the head is dense; no kernel starts early below sm_90"
-    )
+    assert reason in ("the private kernels do not run on cpu", "the head is dense")
     runner = CapturedDraft(weights, views(weights, 1), 1, private=False)
     assert (runner.kernels, runner.reason) == ("ops", "private=False")
 
@@ -149,6 +147,4 @@ def test_chooses(implementation: str, device: str) -> None:
         (odd, 1, "a projection whose columns are no multiple of 16"),
         (dense, 1, "the head is dense"),
     ):
-        kernels, reason = choose_kernels(model, views(model, 1), topk)
-        assert kernels == "ops"
-        assert reason.startswith(why)
+        assert choose_kernels(model, views(model, 1), topk) == ("ops", why)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from mtp_kernels.triton_ops import linear_norm_add, norm_geglu, norm_linear, post_project, pre_project
-from mtp_kernels.triton_ops._wide_gemm_prefetch import AHEAD_BYTES, PIECE_BYTES, ahead_arguments
 from torch import Tensor
 from triton_compile import ARCHITECTURES, SHARED_LIMIT, Compiled, compile_launch
 
@@ -60,27 +59,6 @@ def distinct(launches: Iterator[Any]) -> list[Any]:
     return list(found.values())
 
 
-def early_launches(name: str, rows: int) -> Iterator[Any]:
-    """The launches of a checkpoint's layer and of both projections beside it, as a round would start them early."""
-    config = PRESETS[name]
-    hidden, backbone = config.hidden, config.backbone
-    x, norm, ids = meta(rows, 1, hidden), meta(hidden), meta(rows, 1, dtype=torch.int64)
-    gate_up, down = meta(2 * config.intermediate, hidden), meta(hidden, config.intermediate)
-    inner = meta(rows, 1, config.intermediate)
-    projected = meta(rows, 1, backbone)
-    launch = norm_linear.norm_linear_launch
-    yield launch(x, norm, 1e-6, gate_up, inner, gated=True, early=True, ahead=down)
-    yield linear_norm_add.partial_launch(inner, down, early=True)
-    partials = meta(rows, 8, hidden, dtype=torch.float32)
-    options = {"scale": meta(1), "split": True}
-    yield linear_norm_add.norm_add_launch(partials, norm, 1e-6, x, x, **options, early=True, ahead=gate_up)
-    strided = meta(1000, 2 * hidden)[:, :hidden]
-    yield launch(x, norm, 1e-6, meta(backbone, hidden), projected, normed=x, early=True, ahead=strided)
-    embed, pre = meta(config.vocab, backbone), meta(hidden, 2 * backbone)
-    yield pre_project.gather_launch(ids, embed, 50.5, projected, pre, row_index=ids, early=True)
-    yield pre_project.add_splits_launch(partials, x, early=True, ahead=gate_up)
-
-
 def check_launch(launch: Any, arch: int, dtype: torch.dtype = torch.bfloat16) -> Compiled:
     compiled = compile_launch(launch, arch)
     what = f"{launch.kernel.__name__} {launch.constants}"
@@ -88,7 +66,7 @@ def check_launch(launch: Any, arch: int, dtype: torch.dtype = torch.bfloat16) ->
     assert arch != 90 or dtype != torch.bfloat16 or compiled.spill_stores == 0, f"{what}: registers spill"
     if not is_wide(launch):
         assert "wgmma" not in compiled.ptx, f"{what}: an instruction whose sums could follow the number of rows"
-    assert launch.early or "griddepcontrol" not in compiled.ptx, f"{what}: starts early, unasked"
+    assert "griddepcontrol" not in compiled.ptx, f"{what}: starts early, unasked"
     return compiled
 
 
@@ -139,50 +117,6 @@ def reduced_sizes(ttgir: str) -> list[int]:
     found = re.findall(r'"tt\.reduce"\([^\n]*axis = (\d+).*?\}\)[^\n]* : \(tensor<([\dx]+)xf32', ttgir, re.S)
     assert len(found) == ttgir.count('"tt.reduce"(')
     return [int(shape.split("x")[int(axis)]) for axis, shape in found]
-
-
-@pytest.mark.parametrize(("arch", "rows"), [(90, 1), (90, 64), (100, 1), (120, 1)])
-def test_early_launches_compile(arch: int, rows: int) -> None:
-    for launch in early_launches("31B", rows):
-        assert launch.early
-        ptx = check_launch(launch, arch).ptx
-        starts, waits = ptx.index("griddepcontrol.launch_dependents"), ptx.index("griddepcontrol.wait")
-        assert ptx.count("griddepcontrol.wait") == 1
-        before, behind = ptx[:waits], ptx[waits:]
-        assert "griddepcontrol" not in before[:starts] and "ld.global" not in before[:starts]
-        # Before the wait only weights are read: the first columns' norm, and by prefetches their own and others'.
-        assert before.count("ld.global") == (launch.kernel.__name__ == "wide_norm_linear_kernel")
-        assert "st.global" not in before and "cp.async.c" not in before.replace("cp.async.bulk", "")
-        assert "st.global" in behind
-        own = (2 if launch.constants.get("GATED") else 1) if is_wide(launch) else 0
-        assert len(re.findall(r"cp\.async\.bulk\.prefetch", before)) >= own + (launch.args["ahead"] is not None)
-        assert "cp.async.bulk.prefetch" not in behind
-
-
-def test_a_narrow_product_starts_when_it_is_its_turn() -> None:
-    x, norm = meta(3, 256), meta(256)
-    launch = norm_linear.norm_linear_launch(x, norm, 1e-6, meta(1024, 256), meta(3, 1024), early=True,
-                                            ahead=meta(9, 256))
-    assert not launch.early
-
-
-@pytest.mark.parametrize("programs", [1, 7, 128, 1000])
-@pytest.mark.parametrize(("rows", "columns"), [(1024, 10752), (8192, 1024), (5, 8), (262144, 1024), (1024, 2688)])
-def test_programs_share_what_they_fetch_ahead(programs: int, rows: int, columns: int) -> None:
-    arguments, constants = ahead_arguments(meta(rows, columns + 8)[:, :columns], True, programs)
-    pieces, share = arguments["ahead_pieces"], arguments["ahead_share"]
-    assert share * programs >= pieces > (share - 1) * programs  # all of them, by even shares
-    assert pieces * PIECE_BYTES.value <= AHEAD_BYTES
-    assert arguments["ahead_stride"] == columns + 8 and constants == {"AHEAD_ROW_BYTES": 2 * columns}
-    if 2 * rows * columns < AHEAD_BYTES // 2:
-        per_row = -(-2 * columns // PIECE_BYTES.value)
-        assert pieces == rows * per_row
-
-
-@pytest.mark.parametrize("matrix", [meta(8, 1020), meta(8, 1028)[:, :1024], meta(9, 1024)[:0], meta(1024, 8).t(), None])
-def test_what_cannot_be_fetched_ahead_is_left_alone(matrix: Tensor | None) -> None:
-    assert ahead_arguments(matrix, True, 8)[0]["ahead"] is None
-    assert ahead_arguments(meta(8, 1024), False, 8)[0]["ahead"] is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -24,14 +24,3 @@ def wait_for_others(EARLY: tl.constexpr):
     """Returns when the kernels in front have ended and what they wrote can be read."""
     if EARLY:
         gdc_wait()
-
-
-@triton.jit
-def prefetch(pointers, sizes, EARLY: tl.constexpr):
-    """Ask for `sizes` bytes (multiples of 16; 0 for none) from `pointers` (16-byte aligned) to come into the L2."""
-    if EARLY:
-        tl.inline_asm_elementwise(
-            "{ .reg .pred some; setp.ne.s32 some, $2, 0; "
-            "@some cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-            "=r,l,r", [pointers.to(tl.uint64), sizes], dtype=tl.int32, is_pure=False, pack=1,
-        )

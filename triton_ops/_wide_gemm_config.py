@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-SHARED_BYTES = 96 * 1024  # a program: within sm_120's 99 KB, and two of one kernel or of two share an SM of sm_90
+import torch
+
+LEAST_SHARED = 98 * 1024  # bytes a program may have anywhere: within the 99 KB of sm_120
+MOST_SHARED = 200 * 1024  # on sm_80, sm_90 and sm_100, of which the first has 163 KB
 PROGRAMS = 128  # about as many as an H200 has SMs (132), each with an equal share of the weights
 FEWEST_PROGRAMS = 80  # that can still draw all of the bandwidth
 LEAST_WIDE_K = 512  # fewer columns do not fill the stages
@@ -19,6 +23,7 @@ class WideConfig:
     block_k: int = 64
     num_warps: int = 4
     max_stages: int = 8  # of the loop over K, where memory allows
+    shared: int = 97 * 1024  # bytes a program wants, so that two share an SM of sm_90; it gets what the GPU has
     splits: int = 1  # programs that share a column's sum
     blocks_per_split: int = 0
 
@@ -29,10 +34,10 @@ class WideConfig:
         """
         return next((size for size in (16, 32, 64) if size >= num_rows), 64)
 
-    def stages(self, num_rows: int, weight_tiles: int = 1) -> int:
+    def stages(self, num_rows: int, most_shared: int, weight_tiles: int = 1) -> int:
         rows = self.rows(num_rows)
         stage = 2 * self.block_k * (weight_tiles * self.block_n + rows)  # bytes
-        return max(2, min(self.max_stages, (SHARED_BYTES - 1024) // stage))
+        return max(2, min(self.max_stages, (min(self.shared, most_shared) - 1024) // stage))
 
     def constants(self, num_rows: int) -> dict[str, Any]:
         return {"ROWS": self.rows(num_rows), "BLOCK_N": self.block_n, "BLOCK_K": self.block_k}
@@ -48,20 +53,41 @@ def is_wide_split(num_columns: int, inner: int, itemsize: int) -> bool:
     return itemsize == 2 and inner >= LEAST_WIDE_K and num_columns > 512
 
 
-def wide_config(num_columns: int, inner: int) -> WideConfig:
-    """One program sums over all of K: the largest tiles of which there are enough.
+def shared_bytes(device: torch.device) -> int:
+    """What a program may have on a GPU; on no GPU, what fits every one."""
+    if device.type != "cuda":
+        return LEAST_SHARED
+    return {(8, 0): 160 * 1024, (9, 0): MOST_SHARED, (10, 0): MOST_SHARED}.get(_capability(device), LEAST_SHARED)
 
-    The tiles of _gemm_config.py took, in microseconds on an H200 with a cold L2 at 1 and 64 rows of 31B: norm_linear
-    (N 8192) 10.0 and 28.7, norm_geglu 16.6 and 41.8, post_project 9.7 and 21.1; every 16 rows read the weights again.
+
+@lru_cache(maxsize=32)
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def wide_config(num_columns: int, gated: bool = False, normed: bool = False) -> WideConfig:
+    """One program sums over all of K. `gated` is norm_geglu, `normed` post_project, which scales x first.
+
+    Microseconds on an H200 with a cold L2 at 1 and 64 rows of 31B, in brackets with the tiles of _gemm_config.py, whose
+    programs read the weights again for every 16 rows: norm_linear (N 8192) 8.1 and 10.3 (10.0 and 27.5), (N 16384) 11.8
+    and 14.2 (19.0 and 51.0); norm_geglu 11.6 and 14.8 (17.1 and 43.1); post_project 8.4 and 15.0 (9.4 and 21.1). Of
+    other tiles: norm_linear (N 8192) with 64 columns of K a stage 9.7 and 11.8, with 128 rows of weights 10.6 and 13.9;
+    norm_geglu with 64 rows of each matrix 12.5 and 15.2; post_project with 64 rows 11.2 and 16.5.
     """
-    block_n = next((size for size in (128, 64) if num_columns >= FEWEST_PROGRAMS * size), 32)
-    return WideConfig(block_n, num_warps=8 if block_n == 128 else 4)
+    if gated:
+        return WideConfig(32, 64, max_stages=4)  # of each of two matrices: 64 rows
+    if num_columns < FEWEST_PROGRAMS * 64:
+        return WideConfig(32)
+    if normed:
+        return WideConfig(128, 128, num_warps=8, shared=MOST_SHARED)
+    return WideConfig(64, 128, shared=112 * 1024)
 
 
 def wide_split_config(num_columns: int, inner: int, parts: int = 1) -> WideConfig:
     """Programs share a column's sum over `parts` times `inner`; no split crosses from one part to the next.
 
-    The tiles of _gemm_config.py took 10.5 and 16.7 us for linear_norm_add (31B down, K 8192), measured as above.
+    Measured as above, linear_norm_add (31B, K 8192) 8.8 and 10.9 (10.4 and 16.7), (K 16384) 12.6 and 16.3 (15.1 and
+    24.7), pre_project 10.5 and 14.8 (13.4 and 26.2); twice as many programs 9.8 and 11.5, 13.9 and 15.9, 10.3 and 13.8.
     """
     block_n, block_k = 64, 64
     tiles = -(-num_columns // block_n) * parts

@@ -7,63 +7,51 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._early import let_others_start, wait_for_others
 from ._gemm import gelu_tanh, rms_scale
 from ._launch import Launch
 from ._rows import num_rows, row_arguments, row_offset
 from ._wide_gemm import load_weights, load_x, multiply, row_squares, row_sums, store_columns, weight_pointers
-from ._wide_gemm_config import wide_config
-from ._wide_gemm_prefetch import ahead_arguments, can_prefetch, prefetch_ahead, prefetch_tile
+from ._wide_gemm_config import shared_bytes, wide_config
 
 
 def wide_norm_linear_launch(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, output: Tensor, *, gated: bool = False,
-    normed: Tensor | None = None, early: bool = False, ahead: Tensor | None = None
+    normed: Tensor | None = None
 ) -> Launch:
-    """norm_linear_launch for 16-bit dtypes and a wide K. With `early`, weights come before the kernel in front ends.
+    """norm_linear_launch for 16-bit dtypes and a wide K.
 
     In bf16 the row's scale is applied to the sums: x * norm_weight then needs no first pass over x, and its rounding
     has the same relative error, as bf16 has the range of fp32. fp16 has not, and `normed` needs the scale before.
     """
     rows, inner = num_rows(x), x.size(-1)
     columns = output.size(-1)
-    config = wide_config(columns, inner)
+    config = wide_config(columns, gated, normed is not None)
     grid = (triton.cdiv(rows, config.rows(rows)), triton.cdiv(columns, config.block_n))
-    arguments, constants = ahead_arguments(ahead, early, grid[0] * grid[1])
     return Launch(
         wide_norm_linear_kernel,
         grid,
         {
             "x": x, **row_arguments("x", x), "norm_weight": norm_weight, "eps": float(eps), "weight": weight,
-            "weight_stride": weight.stride(0), "output": output, "normed": normed, "num_rows": rows, **arguments,
+            "weight_stride": weight.stride(0), "output": output, "normed": normed, "num_rows": rows,
         },
         {
             "N": columns, "K": inner, "GATED": gated, "SCALE_LAST": x.dtype == torch.bfloat16 and normed is None,
-            **config.constants(rows), **constants, "THREADS": 32 * config.num_warps, "EARLY": early,
-            "PREFETCH": early and can_prefetch(weight),
+            **config.constants(rows),
         },
         num_warps=config.num_warps,
-        num_stages=config.stages(rows, 2 if gated else 1),
-        early=early,
+        num_stages=config.stages(rows, shared_bytes(x.device), 2 if gated else 1),
     )
 
 
-@triton.jit(do_not_specialize=["x_size1", "x_size2", "num_rows", "ahead_pieces", "ahead_share"])
+@triton.jit(do_not_specialize=["x_size1", "x_size2", "num_rows"])
 def wide_norm_linear_kernel(
     x, x_size1, x_size2, x_stride0, x_stride1, x_stride2, norm_weight, eps, weight, weight_stride, output, normed,
-    num_rows, ahead, ahead_stride, ahead_pieces, ahead_share, N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr,
-    SCALE_LAST: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    AHEAD_ROW_BYTES: tl.constexpr, THREADS: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr
+    num_rows, N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, SCALE_LAST: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):
     """Programs (ROWS rows, BLOCK_N columns)."""
     PARTS: tl.constexpr = 2 if GATED else 1  # of the weights: their products are needed in one place
-    let_others_start(EARLY)
     first = tl.program_id(1) * BLOCK_N
-    prefetch_tile(weight, weight_stride, first, N, 0, K, BLOCK_N, THREADS, PREFETCH)
-    if GATED:
-        prefetch_tile(weight, weight_stride, N + first, 2 * N, 0, K, BLOCK_N, THREADS, PREFETCH)
-    prefetch_ahead(ahead, ahead_stride, ahead_pieces, ahead_share, AHEAD_ROW_BYTES, THREADS, EARLY)
-
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_mask = rows < num_rows
     x_rows = x + row_offset(rows, x_size1, x_size2, x_stride0, x_stride1, x_stride2)  # [ROWS]
@@ -73,7 +61,6 @@ def wide_norm_linear_kernel(
     columns = tl.arange(0, BLOCK_K)
     norm = tl.load(norm_weight + columns, mask=columns < K, other=0.0)
 
-    wait_for_others(EARLY)
     if not SCALE_LAST:
         scale = rms_scale(row_squares(x_rows, row_mask, K, ROWS, BLOCK_K), eps, K)
     sums = tl.zeros([PARTS * BLOCK_N, ROWS], tl.float32)

@@ -9,76 +9,63 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._early import let_others_start, wait_for_others
 from ._gather import gathered_rows
 from ._launch import Launch
 from ._rows import num_rows, row_arguments, row_offset
 from ._wide_gemm import load_weights, load_x, multiply, store_columns, weight_pointers
-from ._wide_gemm_config import wide_split_config
-from ._wide_gemm_prefetch import ahead_arguments, can_prefetch, prefetch_ahead, prefetch_tile
+from ._wide_gemm_config import shared_bytes, wide_split_config
 
 
-def wide_partial_launch(
-    x: Tensor, weight: Tensor, *, early: bool = False, ahead: Tensor | None = None
-) -> Launch:
+def wide_partial_launch(x: Tensor, weight: Tensor) -> Launch:
     """partial_launch for 16-bit dtypes, a wide K and many columns."""
     rows = num_rows(x)
     arguments = {"x": x, **row_arguments("x", x)}
-    return _split_launch(wide_partial_kernel, arguments, rows, x.size(-1), 1, weight, early, ahead)
+    return _split_launch(wide_partial_kernel, arguments, rows, x.size(-1), 1, weight)
 
 
 def wide_pre_project_launch(
-    gathered: dict[str, Any], num_rows: int, backbone: int, weight: Tensor, *, early: bool = False,
-    ahead: Tensor | None = None
+    gathered: dict[str, Any], num_rows: int, backbone: int, weight: Tensor
 ) -> Launch:
     """The gather and the product of pre_project; `gathered` are the arguments that say where the rows are."""
     parts = 1 if gathered["state"] is None else 2
-    return _split_launch(wide_pre_project_kernel, gathered, num_rows, backbone, parts, weight, early, ahead)
+    return _split_launch(wide_pre_project_kernel, gathered, num_rows, backbone, parts, weight)
 
 
 def _split_launch(
-    kernel: Any, arguments: dict[str, Any], rows: int, inner: int, parts: int, weight: Tensor,
-    early: bool, ahead: Tensor | None
+    kernel: Any, arguments: dict[str, Any], rows: int, inner: int, parts: int, weight: Tensor
 ) -> Launch:
     """Writes the splits' sums into a workspace `partials` [rows, SPLITS, N], fp32."""
     columns = weight.size(0)
     config = wide_split_config(columns, inner, parts)
     grid = (triton.cdiv(rows, config.rows(rows)), triton.cdiv(columns, config.block_n), config.splits)
-    more, constants = ahead_arguments(ahead, early, grid[0] * grid[1] * grid[2])
     return Launch(
         kernel,
         grid,
         {
             **arguments, "weight": weight, "weight_stride": weight.stride(0),
             "partials": torch.empty(rows, config.splits, columns, dtype=torch.float32, device=weight.device),
-            "num_rows": rows, **more,
+            "num_rows": rows,
         },
         {
             "N": columns, "K": inner, "SPLITS": config.splits, "BLOCKS": config.blocks_per_split,
-            **config.constants(rows), **constants, "THREADS": 32 * config.num_warps, "EARLY": early,
-            "PREFETCH": early and can_prefetch(weight) and inner % 8 == 0,  # a half may begin inside a row
+            **config.constants(rows),
         },
         num_warps=config.num_warps,
-        num_stages=config.stages(rows),
-        early=early,
+        num_stages=config.stages(rows, shared_bytes(weight.device)),
     )
 
 
-@triton.jit(do_not_specialize=["x_size1", "x_size2", "num_rows", "ahead_pieces", "ahead_share"])
+@triton.jit(do_not_specialize=["x_size1", "x_size2", "num_rows"])
 def wide_partial_kernel(
-    x, x_size1, x_size2, x_stride0, x_stride1, x_stride2, weight, weight_stride, partials, num_rows, ahead,
-    ahead_stride, ahead_pieces, ahead_share, N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    AHEAD_ROW_BYTES: tl.constexpr, THREADS: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr
+    x, x_size1, x_size2, x_stride0, x_stride1, x_stride2, weight, weight_stride, partials, num_rows,
+    N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):
     """Programs (ROWS rows, BLOCK_N columns, a split of at most BLOCKS blocks of K)."""
-    let_others_start(EARLY)
     split = tl.program_id(2)
     first_k = split * (BLOCKS * BLOCK_K)
     last_k = tl.minimum(first_k + BLOCKS * BLOCK_K, K)
     first = tl.program_id(1) * BLOCK_N
-    prefetch_tile(weight, weight_stride, first, N, first_k, last_k - first_k, BLOCK_N, THREADS, PREFETCH)
-    prefetch_ahead(ahead, ahead_stride, ahead_pieces, ahead_share, AHEAD_ROW_BYTES, THREADS, EARLY)
 
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_mask = rows < num_rows
@@ -87,7 +74,6 @@ def wide_partial_kernel(
     weight_rows = weight_pointers(weight, weight_stride, first, N, BLOCK_N, 1)  # [BLOCK_N]
     EVEN_K: tl.constexpr = K % BLOCK_K == 0
 
-    wait_for_others(EARLY)
     sums = tl.zeros([BLOCK_N, ROWS], tl.float32)
     for start in range(first_k, last_k, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
@@ -96,20 +82,17 @@ def wide_partial_kernel(
     store_columns(partials + split * N, SPLITS * N, sums, rows, row_mask, n, N, BLOCK_N)
 
 
-@triton.jit(do_not_specialize=["vocab_start", "vocab", "prev_rows", "rows", "num_rows", "ids_stride0", "index_stride0",
-                               "ahead_pieces", "ahead_share"])
+@triton.jit(do_not_specialize=["vocab_start", "vocab", "prev_rows", "rows", "num_rows", "ids_stride0", "index_stride0"])
 def wide_pre_project_kernel(
     token_ids, ids_stride0, ids_stride1, embed_weight, embed_stride, embed_scale, vocab_start, vocab, state,
     state_stride0, state_stride1, prev_rows, row_index, index_stride0, index_stride1, weight, weight_stride, partials,
-    rows, num_rows, ahead, ahead_stride, ahead_pieces, ahead_share, N: tl.constexpr, K: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    AHEAD_ROW_BYTES: tl.constexpr, THREADS: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr
+    rows, num_rows, N: tl.constexpr, K: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):
     """Programs (ROWS rows, BLOCK_N columns, a split of at most BLOCKS blocks).
 
     K is the backbone: half of a row of weights. The first splits are of the embedding, as many others of the state.
     """
-    let_others_start(EARLY)
     split = tl.program_id(2)
     part, in_state = split, False
     part_k = 0  # column of the weights where this half begins
@@ -120,8 +103,6 @@ def wide_pre_project_kernel(
     first_k = part * (BLOCKS * BLOCK_K)
     last_k = tl.minimum(first_k + BLOCKS * BLOCK_K, K)
     first = tl.program_id(1) * BLOCK_N
-    prefetch_tile(weight, weight_stride, first, N, part_k + first_k, last_k - first_k, BLOCK_N, THREADS, PREFETCH)
-    prefetch_ahead(ahead, ahead_stride, ahead_pieces, ahead_share, AHEAD_ROW_BYTES, THREADS, EARLY)
 
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_mask = row < num_rows
@@ -129,7 +110,6 @@ def wide_pre_project_kernel(
     weight_rows = weight_pointers(weight, weight_stride, first, N, BLOCK_N, 1) + part_k  # [BLOCK_N]
     EVEN_K: tl.constexpr = K % BLOCK_K == 0
 
-    wait_for_others(EARLY)
     x_rows, x_mask, scale = gathered_rows(
         token_ids, ids_stride0, ids_stride1, embed_weight, embed_stride, embed_scale, vocab_start, vocab, state,
         state_stride0, state_stride1, prev_rows, row_index, index_stride0, index_stride1, rows, row, row_mask, in_state

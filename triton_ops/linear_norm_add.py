@@ -9,13 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._early import let_others_start, wait_for_others
 from ._gemm import add_splits, block_columns, load_rows, load_weight, multiply, norm_add, store_partial
 from ._gemm_config import power_of_2, split_config
 from ._launch import Launch
 from ._rows import num_rows, row_arguments, row_offset
 from ._wide_gemm_config import is_wide_split
-from ._wide_gemm_prefetch import ahead_arguments, prefetch_ahead
 from ._wide_gemm_split import wide_partial_launch
 
 
@@ -41,14 +39,11 @@ def plan(
     return launches, output
 
 
-def partial_launch(x: Tensor, weight: Tensor, *, early: bool = False, ahead: Tensor | None = None) -> Launch:
-    """The splits' sums of x @ weight.T into a workspace `partials` [rows, SPLITS, N], fp32.
-
-    `early`, `ahead`: as in _wide_gemm_prefetch.py, where the product is wide; others start when it is their turn.
-    """
+def partial_launch(x: Tensor, weight: Tensor) -> Launch:
+    """The splits' sums of x @ weight.T into a workspace `partials` [rows, SPLITS, N], fp32."""
     rows, inner, columns = num_rows(x), x.size(-1), weight.size(0)
     if is_wide_split(columns, inner, x.element_size()):
-        return wide_partial_launch(x, weight, early=early, ahead=ahead)
+        return wide_partial_launch(x, weight)
     config = split_config(columns, inner, x.element_size())
     return Launch(
         partial_kernel,
@@ -69,12 +64,11 @@ def partial_launch(x: Tensor, weight: Tensor, *, early: bool = False, ahead: Ten
 
 def norm_add_launch(
     projected: Tensor, norm_weight: Tensor, eps: float, residual: Tensor, output: Tensor, *,
-    scale: Tensor | None = None, split: bool = False, early: bool = False, ahead: Tensor | None = None
+    scale: Tensor | None = None, split: bool = False
 ) -> Launch:
     """(residual + rmsnorm(projected) * norm_weight) * scale into `output`.
 
-    With `split`, `projected` are partials [rows, SPLITS, N] to be added first. `early`, `ahead`: as in
-    _wide_gemm_prefetch.py.
+    With `split`, `projected` are partials [rows, SPLITS, N] to be added first.
     """
     rows, columns = num_rows(residual), norm_weight.size(0)
     source: dict[str, Any] = {"partials": None, "x": projected, **row_arguments("x", residual if split else projected)}
@@ -82,20 +76,17 @@ def norm_add_launch(
         source = dict.fromkeys(source) | {"partials": projected}
     block = power_of_2(columns)
     warps = min(16, max(1, block // 256))
-    arguments, constants = ahead_arguments(ahead, early, rows)
     return Launch(
         norm_add_kernel,
         (rows if columns else 0,),
         {
             **source, "norm_weight": norm_weight, "eps": float(eps), "residual": residual,
-            **row_arguments("residual", residual), "scale": scale, "output": output, **arguments,
+            **row_arguments("residual", residual), "scale": scale, "output": output,
         },
         {
-            "SPLITS": projected.size(1) if split else 0, "N": columns, "BLOCK_N": block, **constants,
-            "THREADS": 32 * warps, "EARLY": early,
+            "SPLITS": projected.size(1) if split else 0, "N": columns, "BLOCK_N": block,
         },
         num_warps=warps,
-        early=early,
     )
 
 
@@ -125,21 +116,16 @@ def partial_kernel(
     store_partial(partials, sums, num_rows, split, SPLITS, N, BLOCK_M, BLOCK_N)
 
 
-@triton.jit(do_not_specialize=["x_size1", "x_size2", "residual_size1", "residual_size2", "ahead_pieces",
-                               "ahead_share"])
+@triton.jit(do_not_specialize=["x_size1", "x_size2", "residual_size1", "residual_size2"])
 def norm_add_kernel(
     partials, x, x_size1, x_size2, x_stride0, x_stride1, x_stride2, norm_weight, eps, residual, residual_size1,
-    residual_size2, residual_stride0, residual_stride1, residual_stride2, scale, output, ahead, ahead_stride,
-    ahead_pieces, ahead_share, SPLITS: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr,
-    AHEAD_ROW_BYTES: tl.constexpr, THREADS: tl.constexpr, EARLY: tl.constexpr
+    residual_size2, residual_stride0, residual_stride1, residual_stride2, scale, output, SPLITS: tl.constexpr,
+    N: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """Programs (a row). The projection is the sum of a row's `partials`, or `x` where that is projected already."""
-    let_others_start(EARLY)
-    prefetch_ahead(ahead, ahead_stride, ahead_pieces, ahead_share, AHEAD_ROW_BYTES, THREADS, EARLY)
     row = tl.program_id(0)
     n = tl.arange(0, BLOCK_N)
     mask = n < N
-    wait_for_others(EARLY)
     if SPLITS > 0:
         projected = add_splits(partials, row, n, mask, SPLITS, N)
     else:

@@ -38,18 +38,17 @@ def plan(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> tuple[li
 
 def norm_linear_launch(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, output: Tensor, *, gated: bool = False,
-    normed: Tensor | None = None, early: bool = False, ahead: Tensor | None = None
+    normed: Tensor | None = None
 ) -> Launch:
     """rmsnorm(x) * norm_weight @ weight.T into `output`.
 
     `gated`: gelu_tanh of the product with the first half of `weight`, times that with the second half. With `normed`,
-    the normed rows go there too, and the product is of the rounded ones. `early`, `ahead`: as in
-    _wide_gemm_prefetch.py, where the product is wide; others start when it is their turn.
+    the normed rows go there too, and the product is of the rounded ones.
     """
     rows, inner = num_rows(x), x.size(-1)
     if is_wide(inner, x.element_size()):
         return wide_norm_linear_launch(
-            x, norm_weight, eps, weight, output, gated=gated, normed=normed, early=early, ahead=ahead
+            x, norm_weight, eps, weight, output, gated=gated, normed=normed
         )
     config = whole_config(inner, x.element_size(), gated or normed is not None)
     return Launch(

@@ -7,13 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._early import let_others_start, wait_for_others
 from ._gather import gathered_rows
 from ._gemm import add_splits, block_columns, load_rows, load_weight, multiply, store_partial
 from ._gemm_config import split_config
 from ._launch import Launch
 from ._wide_gemm_config import is_wide_split
-from ._wide_gemm_prefetch import ahead_arguments, prefetch_ahead
 from ._wide_gemm_split import wide_pre_project_launch
 
 SUM_COLUMNS = 128  # a program of the sum: one 16-byte load a thread and split
@@ -57,12 +55,9 @@ def plan(
 
 def gather_launch(
     token_ids: Tensor, embed_weight: Tensor, embed_scale: float, state: Tensor | None, weight: Tensor, *,
-    row_index: Tensor | None = None, vocab_start: int = 0, early: bool = False, ahead: Tensor | None = None
+    row_index: Tensor | None = None, vocab_start: int = 0
 ) -> Launch:
-    """The splits' sums of the gathered rows' products into a workspace `partials` [rows, SPLITS, N], fp32.
-
-    `early`, `ahead`: as in _wide_gemm_prefetch.py, where the product is wide; others start when it is their turn.
-    """
+    """The splits' sums of the gathered rows' products into a workspace `partials` [rows, SPLITS, N], fp32."""
     batch, rows = token_ids.shape
     num_rows, backbone, columns = batch * rows, embed_weight.size(1), weight.size(0)
     if state is None:
@@ -81,7 +76,7 @@ def gather_launch(
         "rows": rows,
     }
     if is_wide_split(columns, backbone, embed_weight.element_size()):
-        return wide_pre_project_launch(gathered, num_rows, backbone, weight, early=early, ahead=ahead)
+        return wide_pre_project_launch(gathered, num_rows, backbone, weight)
     config = split_config(columns, backbone, embed_weight.element_size(), 1 if state is None else 2, gather=True)
     return Launch(
         pre_project_kernel,
@@ -101,19 +96,17 @@ def gather_launch(
 
 
 def add_splits_launch(
-    partials: Tensor, output: Tensor, *, early: bool = False, ahead: Tensor | None = None
+    partials: Tensor, output: Tensor
 ) -> Launch:
     """The sum of the splits in `partials` [rows, SPLITS, N] into `output` [.., N]."""
     num_rows, splits, columns = partials.shape
     grid = (num_rows, triton.cdiv(columns, SUM_COLUMNS))
-    arguments, constants = ahead_arguments(ahead, early, grid[0] * grid[1])
     return Launch(
         add_splits_kernel,
         grid,
-        {"partials": partials, "output": output, **arguments},
-        {"SPLITS": splits, "N": columns, "BLOCK_N": SUM_COLUMNS, **constants, "THREADS": 32, "EARLY": early},
+        {"partials": partials, "output": output},
+        {"SPLITS": splits, "N": columns, "BLOCK_N": SUM_COLUMNS},
         num_warps=1,
-        early=early,
     )
 
 
@@ -164,17 +157,11 @@ def pre_project_kernel(
     store_partial(partials, sums, num_rows, split, SPLITS, N, BLOCK_M, BLOCK_N)
 
 
-@triton.jit(do_not_specialize=["ahead_pieces", "ahead_share"])
-def add_splits_kernel(
-    partials, output, ahead, ahead_stride, ahead_pieces, ahead_share, SPLITS: tl.constexpr, N: tl.constexpr,
-    BLOCK_N: tl.constexpr, AHEAD_ROW_BYTES: tl.constexpr, THREADS: tl.constexpr, EARLY: tl.constexpr
-):
+@triton.jit
+def add_splits_kernel(partials, output, SPLITS: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr):
     """Programs (a row, BLOCK_N columns)."""
-    let_others_start(EARLY)
-    prefetch_ahead(ahead, ahead_stride, ahead_pieces, ahead_share, AHEAD_ROW_BYTES, THREADS, EARLY)
     row = tl.program_id(0)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = n < N
-    wait_for_others(EARLY)
     y = add_splits(partials, row, n, mask, SPLITS, N)
     tl.store(output + row.to(tl.int64) * N + n, y, mask=mask)
