@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from harness import FLOATS, assert_same_bits, call, forced, implementations
 from torch import Tensor
 
 HEADS: dict[str, Any] = {"heads": (2, 1), "rows": 1}
+# Around the ends of chunks of 16 and 32 keys, and of folds of 2 and 8 of them: how the Triton kernel divides few keys.
+EDGES = [0, 1, 16, 17, 32, 65, 128, 129, 257]
 
 
 def comparison(implementation: str) -> Callable[[Tensor, Tensor], None]:
@@ -62,6 +65,66 @@ def test_neighbours_with_many_keys_change_no_bit(device: str, implementation: st
             alone: dict[str, Any] = {**kwargs, "positions": kwargs["positions"][b : b + 1]}
             mine: list[Tensor] = [t[b : b + 1] for t in (q, table, seq_lens)]
             same(call(OP, mine[0], k, v, *mine[1:], scale, **alone), together[b : b + 1])
+
+
+@pytest.mark.kernels_only
+@everywhere
+@each_implementation
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("window_left,fold", [(-1, 8), (-1, 2), (199, 16)])
+def test_many_programs_and_few_give_the_same_bits(
+    device: str, implementation: str, dtype: torch.dtype, window_left: int, fold: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program for each chunk of keys, or for a fold of them; all are right, and read no poison."""
+    args, kwargs = problem(EDGES, page_size=16, dtype=dtype, window_left=window_left, device=device, **HEADS,
+                           **options(len(EDGES), 1, device=device))
+    few = plans_of_triton(monkeypatch, implementation, enough=1, fold=fold)
+    expected = check_call(args, kwargs, implementation)
+    many = plans_of_triton(monkeypatch, implementation, enough=10**9, fold=fold)
+    assert_same_bits(check_call(args, kwargs, implementation), expected)
+    if implementation == "triton":
+        assert few == [fold] and many == [1]
+
+
+@pytest.mark.kernels_only
+@everywhere
+@each_implementation
+def test_neighbours_that_take_programs_change_no_bit(
+    device: str, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together the requests make programs enough for folds, alone they do not; nor does the table's width show."""
+    lengths = [300, 0, 40, 129]
+    args, kwargs = problem(lengths, page_size=16, device=device, **HEADS, **options(4, 1, device=device))
+    q, k, v, table, seq_lens, scale = args
+    plans = plans_of_triton(monkeypatch, implementation, enough=9)
+    with forced(implementation):
+        together = call(OP, *args, **kwargs)
+        for b, length in enumerate(lengths):
+            alone: dict[str, Any] = {**kwargs, "positions": kwargs["positions"][b : b + 1]}
+            for pages in (-(-length // 16), table.size(1)):
+                mine = [q[b : b + 1], k, v, table[b : b + 1, :pages], seq_lens[b : b + 1], scale]
+                assert_same_bits(call(OP, *mine, **alone), together[b : b + 1])
+    if implementation == "triton":
+        assert plans[0] == 8 and set(plans[1:]) == {1}
+
+
+def plans_of_triton(monkeypatch: pytest.MonkeyPatch, implementation: str, **sizes: int) -> list[int]:
+    """The Triton kernel with these sizes in its Config; the list gets the chunks of a program of each call."""
+    made: list[int] = []
+    if implementation == "triton":
+        from mtp_kernels.triton_ops import draft_attention as triton
+
+        monkeypatch.undo()  # what an earlier call of this test set
+        config, plan = triton.config, triton.plan
+
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            launches, output = plan(*args, **kwargs)
+            made.extend(launch.constants["CHUNKS"] for launch in launches[:1])
+            return launches, output
+
+        monkeypatch.setattr(triton, "config", lambda *args: replace(config(*args), **sizes))
+        monkeypatch.setattr(triton, "plan", spy)
+    return made
 
 
 @everywhere

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from mtp_kernels.triton_ops._launch import Launch
-from mtp_kernels.triton_ops.draft_attention import Config, config, count_splits, plan
+from mtp_kernels.triton_ops.draft_attention import Config, config, count_chunks, plan
 from triton_compile import ARCHITECTURES, SHARED_LIMIT, compile_launch
 
 from mtp_kernels.ops.draft_attention import triton_serves
@@ -54,11 +54,14 @@ def distinct(made: list[Launch]) -> list[Launch]:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8])
 def test_launches_compile(arch: int, kv_dtype: torch.dtype) -> None:
-    made = [x for name in CHECKPOINTS for layer in (0, 1) for rows in (1, 4)
-            for x in launches(name, layer, rows, torch.bfloat16, kv_dtype, arch)]
+    """A program a chunk, for one request, and a program a fold of chunks, for many; all sizes of bf16 on Hopper."""
+    names = CHECKPOINTS if (arch, kv_dtype) == (90, torch.bfloat16) else ["12B", "31B"]
+    made = [x for name in names for layer in (0, 1) for rows in (1, 4) for batch in (1, 64)
+            for x in launches(name, layer, rows, torch.bfloat16, kv_dtype, arch, batch, pages=512)]
     if kv_dtype == FP8:
         made = [x for x in made if "k_ptr" in x.args]  # the merge is the same
     chosen = distinct(made)
+    assert {x.constants["CHUNKS"] for x in chosen} == {1, 8}
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(lambda launch: compile_launch(launch, arch), chosen))
     for launch, compiled in zip(chosen, results):
@@ -70,12 +73,24 @@ def test_launches_compile(arch: int, kv_dtype: torch.dtype) -> None:
             assert "cp.async" in compiled.ptx  # tiles of K and V are loaded ahead
 
 
-def test_two_programs_share_an_sm_of_hopper_in_a_chain() -> None:
+@pytest.mark.parametrize("batch,programs", [(1, 3), (64, 2)])
+@pytest.mark.parametrize("name", ["E2B", "E4B", "26B-A4B", "31B"])
+def test_programs_share_an_sm_of_hopper_in_a_chain(name: str, batch: int, programs: int) -> None:
+    attend = launches(name, 1, 1, torch.bfloat16, torch.bfloat16, 90, batch, pages=512)[0]
+    compiled = compile_launch(attend, 90)
+    assert programs * (compiled.shared + 1024) <= 228 * 1024
+    assert programs * 32 * attend.num_warps * -(-compiled.registers // 8) * 8 <= 65536
+
+
+def test_what_parts_write_and_read_again_is_little() -> None:
+    """In folds, and within 3% of the keys' bytes but for the 16 queries that share 12B's one KV head."""
     for name in CHECKPOINTS:
-        attend = launches(name, 1, 1, torch.bfloat16, torch.bfloat16, 90)[0]
-        compiled = compile_launch(attend, 90)
-        assert 2 * (compiled.shared + 1024) <= 228 * 1024
-        assert 2 * 32 * attend.num_warps * compiled.registers <= 65536
+        made = launches(name, 1, 1, torch.bfloat16, torch.bfloat16, 90, batch=64, pages=512)
+        a = PRESETS[name].attention[1]
+        partial = 2 * 4 * made[0].args["partial_ptr"].numel()
+        keys = 2 * 2 * 64 * 512 * 16 * a.num_kv_heads * a.head_dim
+        assert made[0].constants["CHUNKS"] > 1
+        assert partial <= (0.07 if name == "12B" else 0.03) * keys
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
@@ -83,22 +98,24 @@ def test_two_programs_share_an_sm_of_hopper_in_a_chain() -> None:
 def test_sizes_do_not_follow_batch_or_table(checkpoint: str, layer: int) -> None:
     few, many = (launches(checkpoint, layer, 4, torch.bfloat16, torch.bfloat16, 90, batch, pages)
                  for batch, pages in ((1, 100), (64, 10000)))
-    for one, two in zip(few, many, strict=True):
-        assert (one.constants, one.num_warps, one.num_stages) == (two.constants, two.num_warps, two.num_stages)
-        assert all(one.args[n] == two.args[n] for n in ("max_splits", "split_weight"))
+    for one, two in zip(few, many):  # a merge more where the table has room for more parts
+        sizes = [{**x.constants, "CHUNKS": 0, "num_warps": x.num_warps} for x in (one, two)]  # CHUNKS changes no bit
+        assert sizes[0] == sizes[1]
+        assert all(one.args[n] == two.args[n] for n in ("max_chunks", "chunk_weight"))
 
 
-@pytest.mark.parametrize("weight", [1, 2, 5, 8])
-@pytest.mark.parametrize("max_splits", [8, 64, 128])
-def test_the_planned_splits_are_enough(weight: int, max_splits: int) -> None:
-    """For every number of keys up to the bound: `split_size` of the kernels, in the same fp32."""
-    c = Config(1, 8, block_n=32, max_splits=max_splits, split_weight=weight, block_d=64, num_warps=4, stages=3)
+@pytest.mark.parametrize("weight", [0.125, 0.5, 1.0, 1.875, 8.0])
+@pytest.mark.parametrize("max_chunks", [8, 64, 128])
+def test_the_planned_chunks_are_enough(weight: float, max_chunks: int) -> None:
+    """For every number of keys up to the bound: `chunk_size` of the kernels, in the same fp32."""
+    c = Config(1, 8, block_n=32, slabs=4, max_chunks=max_chunks, chunk_weight=weight, fold=8, block_d=64, num_warps=4,
+               stages=3)
     keys = torch.cat([torch.arange(1, 100_000), 2 ** torch.arange(17, 30), 2 ** torch.arange(17, 30) + 1])
-    split = (keys.float() * weight).sqrt().int() + 1
-    split = -(-torch.maximum(split, -(-keys // max_splits)) // 32) * 32
-    needed = -(-keys // split)
+    chunk = (keys.float() * weight).sqrt().ceil().int()
+    chunk = -(-torch.maximum(chunk, -(-keys // max_chunks)) // 32) * 32
+    needed = -(-keys // chunk)
     for n, most in zip(keys.tolist(), needed.cummax(0).values.tolist()):
-        assert most <= count_splits(n, c) <= max_splits
+        assert most <= count_chunks(n, c) <= max_chunks
 
 
 def test_a_tile_holds_every_query() -> None:

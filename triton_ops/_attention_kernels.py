@@ -1,9 +1,15 @@
-"""Kernels of draft_attention: one KV split of a request and KV head a program; then the merge of the splits.
+"""Kernels of draft_attention: a chunk of keys, or a fold of several, a program; then the merge of what they leave.
 
-A draft has few queries and many keys. Scores are [keys, queries], so that the few queries are the short side of a
-tensor core's tile (8) and K is its long one; the average is [queries, head_dim], so that V, too, is read as it lies.
-Both tiles come by asynchronous copies, whose rows the page table gives one tile earlier still. A query is a row of
-the request and a head of the group that shares the KV head: a tree's frontier reads each key once.
+A draft has few queries and many keys. Scores are [keys, queries] and the average is [head_dim, queries], so that the
+few queries are the short side of a tensor core's tile (8), and K and V are read as they lie. Each warp multiplies its
+own slab of K's columns. Tiles of K and V come by asynchronous copies, whose rows the page table gives one tile earlier
+still. A query is a row of the request and a head of the group that shares the KV head: a tree's frontier reads each key
+once.
+
+A chunk is the unit of arithmetic: its running maximum, its sum, and its average, not divided by the sum yet, start from
+nothing. FOLD consecutive chunks are folded in order, and the folds are merged. One request alone needs a program for
+each chunk; where there are many, a program runs a fold of chunks, and leaves that much less to write and to merge.
+The kernels give the same bits either way: what both compute leaves the compiler no choice of what to round.
 """
 
 from __future__ import annotations
@@ -39,22 +45,35 @@ def locate(table_ptr, seq_lens_ptr, kv_indptr_ptr, table_stride, table_size, pag
 
 
 @triton.jit
-def split_size(visible, max_splits, split_weight, BLOCK_N: tl.constexpr):
-    """Keys a split, a multiple of BLOCK_N, from the visible keys alone: no batch and no table may change a result.
+def chunk_size(visible, max_chunks, chunk_weight, BLOCK_N: tl.constexpr):
+    """Keys a chunk, a multiple of BLOCK_N, from the visible keys alone: no batch and no table may change a result.
 
     It grows with the square root of them: a few keys read by many programs where there is little to read, and few
     partial results where there is much.
     """
-    keys = tl.sqrt_rn(visible.to(tl.float32) * split_weight).to(tl.int32) + 1
-    return tl.cdiv(tl.maximum(keys, tl.cdiv(visible, max_splits)), BLOCK_N) * BLOCK_N
+    keys = tl.ceil(tl.sqrt_rn(visible.to(tl.float32) * chunk_weight)).to(tl.int32)
+    keys = tl.maximum(tl.maximum(keys, tl.cdiv(visible, max_chunks)), 1)
+    return tl.cdiv(keys, BLOCK_N) * BLOCK_N
+
+
+@triton.jit
+def fold(top, total, new_top, new_total):
+    """The maximum and sum of a chunk folded into those before it, and the factors of the averages of both.
+
+    -inf, 0, 0 are the maximum, sum and average of no key at all.
+    """
+    best = tl.maximum(top, new_top)
+    base = tl.where(best == float("-inf"), 0.0, best)
+    shrink, new_shrink = tl.exp2(top - base), tl.exp2(new_top - base)
+    return best, tl.fma(total, shrink, new_total * new_shrink), shrink, new_shrink
 
 
 @triton.jit
 def find_pages(table, key, end, page_size, num_pages, LOG2_PAGE: tl.constexpr):
     """The page of each key before `end`, as int64 within the cache. No other entry of the table is read."""
     entry = key // page_size if LOG2_PAGE < 0 else key >> LOG2_PAGE
-    page = tl.load(table + entry, mask=key < end, other=0).to(tl.int64)
-    return tl.minimum(tl.maximum(page, 0), num_pages - 1)
+    page = tl.load(table + entry, mask=key < end, other=0)
+    return tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
 
 
 @triton.jit
@@ -82,16 +101,22 @@ def load_queries(q_ptr, norm_ptr, freq_ptr, positions_ptr, q_stride_row, q_strid
     one = tl.load(at, mask=live[:, :, None], other=0.0).to(tl.float32)  # [rows, group, head_dim / 2]
     two = tl.load(at + HALF, mask=live[:, :, None], other=0.0).to(tl.float32)
     if norm_ptr is not None:
-        mean = (tl.sum(one * one, 2) + tl.sum(two * two, 2)) / (2 * HALF)
+        mean = (tl.sum(product(one, one), 2) + tl.sum(product(two, two), 2)) / (2 * HALF)
         factor = (1.0 / tl.sqrt_rn(mean + eps))[:, :, None]
         one = one * factor * norm_one
         two = two * factor * norm_two
     if freq_ptr is not None:
-        one, two = one * cosine - two * sine, two * cosine + one * sine
+        one, two = tl.fma(one, cosine, -(two * sine)), tl.fma(two, cosine, one * sine)
     dtype = q_ptr.dtype.element_ty
     one = tl.reshape(one.to(dtype), (BLOCK_ROWS * BLOCK_GROUP, HALF))
     two = tl.reshape(two.to(dtype), (BLOCK_ROWS * BLOCK_GROUP, HALF))
     return one, two
+
+
+@triton.jit
+def product(x, y):
+    """x * y, rounded before anything is added to it."""
+    return tl.fma(x, y, 0.0)
 
 
 @triton.jit
@@ -107,131 +132,170 @@ def load_cache(at, mask, dtype: tl.constexpr):
     return tl.load(at, mask=mask, other=0.0).to(dtype)
 
 
-@triton.jit(do_not_specialize=["num_pages", "page_size", "bound", "max_splits", "split_weight", "rows", "num_kv_heads",
+@triton.jit(do_not_specialize=["num_pages", "page_size", "bound", "max_chunks", "rows", "num_kv_heads",
                                "group", "num_pairs", "table_size", "table_stride",
                                "position_stride_batch", "position_stride", "k_scale_stride", "v_scale_stride"],
             do_not_specialize_on_alignment=["seq_lens_ptr", "kv_indptr_ptr", "table_ptr", "positions_ptr"])
-def attend_split(
+def attend(
     q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, kv_indptr_ptr, k_scale_ptr, v_scale_ptr, norm_ptr, freq_ptr,
     positions_ptr,
-    partial_ptr,  # [batch * rows * num_qo_heads, splits, head_dim] fp32; the result itself where one split is all
-    lse_ptr,  # [batch * rows * num_qo_heads, splits] fp32, base 2, of scores in the same base
+    partial_ptr,  # [batch * rows * num_qo_heads, parts, head_dim] fp32; the result itself where one part is all
+    stats_ptr,  # [batch * rows * num_qo_heads, parts, 2] fp32: the maximum of the scores, base 2, and the sum
     q_stride_batch, q_stride_row, q_stride_head,
     k_stride_page, k_stride_slot, k_stride_head,
     v_stride_page, v_stride_slot, v_stride_head,
     table_stride, table_size, position_stride_batch, position_stride, k_scale_stride, v_scale_stride,
-    num_pages, page_size, bound, max_splits, split_weight, rows, num_kv_heads, group, num_pairs, sm_scale,
+    num_pages, page_size, bound, max_chunks, chunk_weight, rows, num_kv_heads, group, num_pairs, sm_scale,
     logits_soft_cap, eps,
     HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
-    LOG2_PAGE: tl.constexpr, SOFT_CAP: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr = False,
+    SLABS: tl.constexpr, CHUNKS: tl.constexpr, LOG2_PAGE: tl.constexpr, SOFT_CAP: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
-    """Grid (batch * num_kv_heads * row blocks, splits)."""
+    """Grid (batch * num_kv_heads * row blocks, parts). A part is CHUNKS chunks, in one loop over their tiles."""
     let_others_start(EARLY)
     HALF: tl.constexpr = HEAD_DIM // 2
+    SLAB: tl.constexpr = HALF // SLABS
     BLOCK_M: tl.constexpr = BLOCK_ROWS * BLOCK_GROUP
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     row_blocks = tl.cdiv(rows, BLOCK_ROWS)
     row_block, head = tl.program_id(0) % row_blocks, tl.program_id(0) // row_blocks % num_kv_heads
     b = tl.program_id(0) // (row_blocks * num_kv_heads)
-    split, splits = tl.program_id(1), tl.num_programs(1)
+    part, parts = tl.program_id(1), tl.num_programs(1)
 
     table, first, visible = locate(table_ptr, seq_lens_ptr, kv_indptr_ptr, table_stride, table_size, page_size, bound,
                                    b)
-    keys = split_size(visible, max_splits, split_weight, BLOCK_N)
-    begin = split * keys
-    if lse_ptr is not None and begin >= visible:
+    keys = chunk_size(visible, max_chunks, chunk_weight, BLOCK_N)
+    # In 64 bits: a part that does not exist may begin behind 2^31.
+    span = keys.to(tl.int64) * CHUNKS
+    begin = part * span
+    if stats_ptr is not None and begin >= visible:
         wait_for_others(EARLY)  # a kernel that ends before those in front of it would let the next one run too soon
         return
-    end = first + tl.minimum(begin + keys, visible)
-    begin += first
+    end = first + tl.minimum(begin + span, visible).to(tl.int32)
+    begin = first + begin.to(tl.int32)
 
-    n = tl.arange(0, BLOCK_N)
     row = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     q_at = q_ptr + b.to(tl.int64) * q_stride_batch + (head * group).to(tl.int64) * q_stride_head
     q_one, q_two = load_queries(
         q_at, norm_ptr, freq_ptr, positions_ptr + b * position_stride_batch if freq_ptr is not None else None,
         q_stride_row, q_stride_head, position_stride, row, rows, num_pairs, group, eps, HALF, BLOCK_ROWS, BLOCK_GROUP,
         EARLY)
-    q_one, q_two = tl.trans(q_one), tl.trans(q_two)  # [head_dim / 2, queries]
+    q_one = tl.reshape(tl.trans(q_one), (SLABS, SLAB, BLOCK_M))
+    q_two = tl.reshape(tl.trans(q_two), (SLABS, SLAB, BLOCK_M))
     scale = sm_scale * load_scale(k_scale_ptr, head, k_scale_stride)
     if not SOFT_CAP:
         scale = scale * LOG2_E
 
+    n = tl.arange(0, BLOCK_N)
     i = tl.arange(0, HALF)
+    column = tl.arange(0, SLABS)[:, None, None] * SLAB + tl.arange(0, SLAB)[None, None, :]  # [slabs, 1, columns]
     k_head, v_head = k_ptr + head.to(tl.int64) * k_stride_head, v_ptr + head.to(tl.int64) * v_stride_head
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    y_one = tl.zeros([BLOCK_M, HALF], tl.float32)  # [queries, head_dim / 2]
-    y_two = tl.zeros([BLOCK_M, HALF], tl.float32)
+    y_one = tl.zeros([HALF, BLOCK_M], tl.float32)  # [head_dim / 2, queries]
+    y_two = tl.zeros([HALF, BLOCK_M], tl.float32)
+    if CHUNKS > 1:
+        all_top, all_total, all_one, all_two = top, total, y_one, y_two
+        chunk_end = begin + keys
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         key = start + n
-        seen = (key < end)[:, None]  # [keys, 1]
+        seen = key < end
         page = find_pages(table, key, end, page_size, num_pages, LOG2_PAGE)
         slot = (key % page_size if LOG2_PAGE < 0 else key & ((1 << LOG2_PAGE) - 1)).to(tl.int64)
-        k_at = k_head + (page * k_stride_page + slot * k_stride_slot)[:, None] + i[None, :]
-        v_at = v_head + (page * v_stride_page + slot * v_stride_slot)[:, None] + i[None, :]
-        # Scaled before they are added, or the compiler makes one chain of dependent products of the two.
-        s = tl.dot(load_cache(k_at, seen, dtype), q_one, input_precision="ieee") * scale  # [keys, queries]
-        s += tl.dot(load_cache(k_at + HALF, seen, dtype), q_two, input_precision="ieee") * scale
-        v_one = load_cache(v_at, seen, dtype)  # [keys, head_dim / 2]
-        v_two = load_cache(v_at + HALF, seen, dtype)
+        k_at = k_head + (page * k_stride_page + slot * k_stride_slot)[None, :, None] + column
+        # The addresses are turned, not the tile: that would take it out of the asynchronous copies.
+        v_at = tl.trans(v_head + (page * v_stride_page + slot * v_stride_slot)[:, None] + i[None, :])
+        k_seen, v_seen = seen[None, :, None], tl.trans(seen[:, None])
+        s = tl.dot(load_cache(k_at, k_seen, dtype), q_one, input_precision="ieee")  # [slabs, keys, queries]
+        s = tl.dot(load_cache(k_at + HALF, k_seen, dtype), q_two, s, input_precision="ieee")
+        v_one = load_cache(v_at, v_seen, dtype)  # [head_dim / 2, keys]
+        v_two = load_cache(v_at + HALF, v_seen, dtype)
+        s = tl.sum(s, 0) * scale  # [keys, queries]
         if SOFT_CAP:
             s = logits_soft_cap * LOG2_E * tanh(s / logits_soft_cap)
-        s = tl.where(seen, s, float("-inf"))
+        s = tl.where(seen[:, None], s, float("-inf"))
         new_top = tl.maximum(top, tl.max(s, 0))
         p = tl.exp2(s - new_top[None, :])
         shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(p, 0)
-        p = tl.trans(p.to(dtype))  # [queries, keys]
-        y_one = tl.dot(p, v_one, y_one * shrink[:, None], input_precision="ieee")
-        y_two = tl.dot(p, v_two, y_two * shrink[:, None], input_precision="ieee")
+        total = tl.fma(total, shrink, tl.sum(p, 0))
+        p = p.to(dtype)  # [keys, queries]
+        y_one = tl.dot(v_one, p, y_one * shrink[None, :], input_precision="ieee")
+        y_two = tl.dot(v_two, p, y_two * shrink[None, :], input_precision="ieee")
         top = new_top
+        if CHUNKS > 1 and start + BLOCK_N >= tl.minimum(chunk_end, end):
+            all_top, all_total, shrink, new_shrink = fold(all_top, all_total, top, total)
+            all_one = tl.fma(all_one, shrink[None, :], y_one * new_shrink[None, :])
+            all_two = tl.fma(all_two, shrink[None, :], y_two * new_shrink[None, :])
+            top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            y_one = tl.zeros([HALF, BLOCK_M], tl.float32)
+            y_two = tl.zeros([HALF, BLOCK_M], tl.float32)
+            chunk_end += keys
+    if CHUNKS > 1:
+        top, total, y_one, y_two = all_top, all_total, all_one, all_two
 
-    factor = load_scale(v_scale_ptr, head, v_scale_stride) / tl.where(total > 0, total, 1.0)
     m = tl.arange(0, BLOCK_M)
     m_row, g = row_block * BLOCK_ROWS + m // BLOCK_GROUP, m % BLOCK_GROUP
     live = (m_row < rows) & (g < group)
-    at = ((b.to(tl.int64) * rows + m_row) * (num_kv_heads * group) + head * group + g) * splits + split
-    if lse_ptr is not None:
-        tl.store(lse_ptr + at, top + tl.log2(total), mask=live)
-    out = partial_ptr + at[:, None] * HEAD_DIM + i[None, :]
-    store_average(out, y_one, factor, visible, live)
-    store_average(out + HALF, y_two, factor, visible, live)
+    at = ((b.to(tl.int64) * rows + m_row) * (num_kv_heads * group) + head * group + g) * parts + part
+    out = partial_ptr + at[None, :] * HEAD_DIM + i[:, None]
+    if stats_ptr is not None:
+        tl.store(stats_ptr + at * 2, top, mask=live)
+        tl.store(stats_ptr + at * 2 + 1, total, mask=live)
+    else:
+        factor = average_factor(total, visible, load_scale(v_scale_ptr, head, v_scale_stride))
+        y_one, y_two = average(y_one + 0.0, factor[None, :], visible), average(y_two + 0.0, factor[None, :], visible)
+    tl.store(out, y_one.to(out.dtype.element_ty), mask=live[None, :])
+    tl.store(out + HALF, y_two.to(out.dtype.element_ty), mask=live[None, :])
 
 
 @triton.jit
-def store_average(at, y, factor, visible, live):
-    """+ 0 makes -0 into the +0 that a merge of one split gives; without a key, nothing is multiplied."""
-    y = tl.where(visible > 0, y * factor[:, None] + 0.0, 0.0)
-    tl.store(at, y.to(at.dtype.element_ty), mask=live[:, None])
+def average_factor(total, visible, v_scale):
+    return tl.div_rn(v_scale + tl.zeros_like(total), tl.where(visible > 0, total, 1.0))
 
 
-@triton.jit(do_not_specialize=["table_stride", "table_size", "page_size", "bound", "max_splits", "split_weight",
-                               "splits", "per_request"],
+@triton.jit
+def average(y, factor, visible):
+    """Without a key, nothing is multiplied."""
+    return tl.where(visible > 0, y * factor, 0.0)
+
+
+@triton.jit(do_not_specialize=["table_stride", "table_size", "page_size", "bound", "max_chunks", "parts", "per_request",
+                               "group", "v_scale_stride"],
             do_not_specialize_on_alignment=["seq_lens_ptr", "kv_indptr_ptr", "table_ptr"])
-def merge_splits(
-    partial_ptr, lse_ptr, out_ptr, table_ptr, seq_lens_ptr, kv_indptr_ptr, table_stride, table_size, page_size, bound,
-    max_splits, split_weight, splits, per_request,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
-    EARLY: tl.constexpr = False,
+def merge(
+    partial_ptr, stats_ptr, out_ptr, table_ptr, seq_lens_ptr, kv_indptr_ptr, v_scale_ptr, table_stride, table_size,
+    page_size, bound, max_chunks, chunk_weight, parts, per_request, num_qo_heads, group, v_scale_stride,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, FOLDS: tl.constexpr, FOLD: tl.constexpr,
+    CHUNKS: tl.constexpr, EARLY: tl.constexpr,
 ):
     """Grid (batch * rows * num_qo_heads, head_dim / BLOCK_D).
 
-    Sums over BLOCK_S = max_splits, however few were planned: the order of a sum may not follow the table's width.
+    Sums over FOLDS = max_chunks / FOLD, however few were planned: the order of a sum may not follow the table's width.
     """
     let_others_start(EARLY)
     at = tl.program_id(0)
     _, _, visible = locate(table_ptr, seq_lens_ptr, kv_indptr_ptr, table_stride, table_size, page_size, bound,
                            at // per_request)
-    s = tl.arange(0, BLOCK_S)
-    live = s * split_size(visible, max_splits, split_weight, BLOCK_N) < visible
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    place = at.to(tl.int64) * splits + s
+    keys = chunk_size(visible, max_chunks, chunk_weight, BLOCK_N)
+    v_scale = load_scale(v_scale_ptr, at % num_qo_heads // group, v_scale_stride)
     wait_for_others(EARLY)
-    lse = tl.load(lse_ptr + place, mask=live, other=float("-inf"))
-    part = tl.load(partial_ptr + place[:, None] * HEAD_DIM + d[None, :], mask=live[:, None], other=0.0)
-    top = tl.max(lse, 0)
-    weight = tl.exp2(lse - tl.where(visible > 0, top, 0.0))
-    total = tl.sum(weight, 0)
-    y = tl.sum(weight[:, None] * part, 0) / tl.where(visible > 0, total, 1.0)
+    n = tl.arange(0, FOLDS)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    top = tl.full([FOLDS], float("-inf"), tl.float32)
+    total = tl.zeros([FOLDS], tl.float32)
+    y = tl.zeros([FOLDS, BLOCK_D], tl.float32)
+    for j in tl.static_range(FOLD // CHUNKS):
+        part = n * (FOLD // CHUNKS) + j
+        live = part.to(tl.int64) * keys * CHUNKS < visible
+        place = at.to(tl.int64) * parts + part
+        new_top = tl.load(stats_ptr + place * 2, mask=live, other=float("-inf"))
+        new_total = tl.load(stats_ptr + place * 2 + 1, mask=live, other=0.0)
+        new_y = tl.load(partial_ptr + place[:, None] * HEAD_DIM + d[None, :], mask=live[:, None], other=0.0)
+        top, total, shrink, new_shrink = fold(top, total, new_top, new_total)
+        y = tl.fma(y, shrink[:, None], new_y * new_shrink[:, None])
+    weight = tl.exp2(top - tl.where(visible > 0, tl.max(top, 0), 0.0))
+    total = tl.sum(product(weight, total), 0)
+    y = tl.sum(product(weight[:, None], y), 0)
+    y = average(y, average_factor(total, visible, v_scale), visible)
     tl.store(out_ptr + at.to(tl.int64) * HEAD_DIM + d, y.to(out_ptr.dtype.element_ty))

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ._attention_kernels import attend_split, merge_splits
+from ._attention_kernels import attend, merge
 from ._launch import Launch
 
 
@@ -73,11 +73,15 @@ def plan(
     c = config(head_dim, rows, num_qo_heads, num_kv_heads, q.dtype, k_cache.dtype, capability)
     k_cache, v_cache = (_readable(cache, capability) for cache in (k_cache, v_cache))
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    splits = count_splits(bound, c)
     heads = batch * rows * num_qo_heads
-    # One split, if the table holds no more, is the result; else each leaves its average and log-sum-exp.
-    partial = q.new_empty((heads, splits, head_dim), dtype=torch.float32) if splits > 1 else output
-    lse = q.new_empty((heads, splits), dtype=torch.float32) if splits > 1 else None
+    blocks = batch * num_kv_heads * -(-rows // c.block_rows)
+    chunks = count_chunks(bound, c)
+    folds = -(-chunks // c.fold)
+    # Both give the same bits, so that only time is at stake: many programs, or few that have less to set up and leave.
+    chunks_a_part, parts = (c.fold, folds) if blocks * folds >= c.enough else (1, chunks)
+    # One part, if the table holds no more, is the result; else each leaves its sums.
+    partial = q.new_empty((heads, parts, head_dim), dtype=torch.float32) if parts > 1 else output
+    stats = q.new_empty((heads, parts, 2), dtype=torch.float32) if parts > 1 else None
     table = {
         "table_ptr": block_table,
         "seq_lens_ptr": seq_lens,
@@ -86,23 +90,23 @@ def plan(
         "table_size": block_table.size(-1),
         "page_size": page_size,
         "bound": bound,
-        "max_splits": c.max_splits,
-        "split_weight": c.split_weight,
+        "max_chunks": c.max_chunks,
+        "chunk_weight": c.chunk_weight,
     }
-    attend = Launch(
-        attend_split,
-        (batch * num_kv_heads * -(-rows // c.block_rows), splits),
+    main = Launch(
+        attend,
+        (blocks, parts),
         {
             "q_ptr": q, "k_ptr": k_cache, "v_ptr": v_cache, **table, "k_scale_ptr": k_scale, "v_scale_ptr": v_scale,
             "norm_ptr": q_norm_weight, "freq_ptr": rope_inv_freq, "positions_ptr": positions, "partial_ptr": partial,
-            "lse_ptr": lse,
+            "stats_ptr": stats,
             **_strides("q", q, "batch", "row", "head"),
             **_strides("k", k_cache, "page", "slot", "head"),
             **_strides("v", v_cache, "page", "slot", "head"),
             "position_stride_batch": 0 if positions is None else positions.stride(0),
             "position_stride": 0 if positions is None or positions.dim() == 1 else positions.stride(1),
-            "k_scale_stride": 0 if k_scale is None or k_scale.numel() == 1 else 1,
-            "v_scale_stride": 0 if v_scale is None or v_scale.numel() == 1 else 1,
+            "k_scale_stride": _scale_stride(k_scale),
+            "v_scale_stride": _scale_stride(v_scale),
             "num_pages": num_pages,
             "rows": rows,
             "num_kv_heads": num_kv_heads,
@@ -112,21 +116,29 @@ def plan(
         },
         {
             "HEAD_DIM": head_dim, "BLOCK_ROWS": c.block_rows, "BLOCK_GROUP": c.block_group, "BLOCK_N": c.block_n,
+            "SLABS": c.slabs, "CHUNKS": chunks_a_part,
             "LOG2_PAGE": page_size.bit_length() - 1 if page_size & (page_size - 1) == 0 else -1,
             "SOFT_CAP": logits_soft_cap > 0, "STAGES": c.stages,
         },
         num_warps=c.num_warps,
     )
-    if lse is None:
-        return [attend], output
-    merge = Launch(
-        merge_splits,
+    if stats is None:
+        return [main], output
+    last = Launch(
+        merge,
         (heads, head_dim // c.block_d),
-        {"partial_ptr": partial, "lse_ptr": lse, "out_ptr": output, **table, "splits": splits,
-         "per_request": rows * num_qo_heads},
-        {"HEAD_DIM": head_dim, "BLOCK_D": c.block_d, "BLOCK_S": c.max_splits, "BLOCK_N": c.block_n},
+        {
+            "partial_ptr": partial, "stats_ptr": stats, "out_ptr": output, **table, "v_scale_ptr": v_scale,
+            "v_scale_stride": _scale_stride(v_scale), "parts": parts, "per_request": rows * num_qo_heads,
+            "num_qo_heads": num_qo_heads, "group": num_qo_heads // num_kv_heads,
+        },
+        {
+            "HEAD_DIM": head_dim, "BLOCK_D": c.block_d, "BLOCK_N": c.block_n, "FOLDS": c.max_chunks // c.fold,
+            "FOLD": c.fold, "CHUNKS": chunks_a_part, "EARLY": c.early,
+        },
+        early=c.early,
     )
-    return [attend, merge], output
+    return [main, last], output
 
 
 def most_keys(k_cache: Tensor, block_table: Tensor, max_seq_len: int, window_left: int) -> int:
@@ -138,23 +150,28 @@ def most_keys(k_cache: Tensor, block_table: Tensor, max_seq_len: int, window_lef
     return min(bounds)
 
 
-def count_splits(bound: int, c: Config) -> int:
-    """The most splits that `split_size` of the kernels makes of up to `bound` keys."""
-    return min(c.max_splits, -(-bound // c.block_n), math.isqrt(bound // c.split_weight) + 1)
+def count_chunks(bound: int, c: Config) -> int:
+    """The most chunks that `chunk_size` of the kernels makes of up to `bound` keys."""
+    return min(c.max_chunks, -(-bound // c.block_n), math.ceil(math.sqrt(bound / c.chunk_weight)))
 
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of tiles and splits: from what one request is, never from how many there are."""
+    """Sizes of tiles, chunks and folds: from what one request is, never from how many there are."""
 
     block_rows: int  # rows and query heads of a KV head in a tile; their product is 8 to 64
     block_group: int
     block_n: int  # keys a tile
-    max_splits: int  # a power of two
-    split_weight: int  # a split has at least sqrt(split_weight * visible keys)
+    slabs: int  # of half a key, one or more warps each; 16 elements at least
+    max_chunks: int  # a power of two
+    chunk_weight: float  # a chunk has at least sqrt(chunk_weight * visible keys); a multiple of 1/8, exact in fp32
+    fold: int  # chunks folded in order before the folds are merged; a power of two that is not above max_chunks
     block_d: int  # elements of head_dim a program of the merge
     num_warps: int
     stages: int  # 3: the next tile's K and V, and the pages of the one after it, are on the way; 5: two tiles are
+    early: bool = False  # the merge may start before the chunks have ended: sm_90 and later
+    # What follows changes no bit.
+    enough: int = 128  # from that many programs on, one runs a fold of chunks; 132 SMs, a program keeps one busy
 
 
 @lru_cache(maxsize=256)
@@ -167,14 +184,16 @@ def config(
     kv_dtype: torch.dtype,
     capability: int,
 ) -> Config:
-    """Tiles that fit: 72 to 82 KB and 212 registers at head_dim 512 in 16 bits, so that two programs share an SM.
+    """Tiles that fit: 76 KB and 146 registers at head_dim 512 in 16 bits, so that three programs share an SM, and 186
+    registers, so that two do, where a program folds its chunks.
 
-    A split writes 4 bytes an element of each of its queries and reads 4 an element of each key: the more queries, the
-    more keys it should have. 256 programs a request fill the SMs of an H200 twice.
+    A part writes 4 bytes an element of each of its queries and reads 4 an element of each key: the more queries, the
+    more keys it should have. Yet one request alone should give 128 to 256 programs where it has keys enough: an H200
+    has 132 SMs.
     """
     group = num_qo_heads // num_kv_heads
     roomy = capability in (90, 100, 103)  # 227 KB of shared memory a block; elsewhere 99 KB have to do
-    most = 64 if roomy or head_dim < 512 else 32
+    most = 64 if head_dim < 512 else 32  # 64 do not fit in the registers
     block_group = _power_of_two(group)
     block_rows = min(_power_of_two(rows), max(1, most // block_group))
     block_group = max(block_group, 8 // block_rows)
@@ -183,19 +202,26 @@ def config(
     wide = kv_dtype != dtype or (dtype == torch.float32 and head_dim == 512)
     decoded = kv_dtype != dtype and capability < 89 and head_dim == 512  # by integer operations, in more registers
     short = dtype == torch.float32 or (not roomy and (large or decoded))
-    # Half as many keys a tile and two tiles on the way, in the same memory. Microseconds on an H200: E4B full layer at
-    # 65536 keys 74 instead of 77, at 1024 10.5 instead of 11.4; 31B sliding layer 11.9 instead of 12.5; but E4B sliding
-    # layer 7.4 instead of 7.0, and E4B full layer at batch 64 and 4096 keys 322 instead of 304.
-    deep = not (short or large or wide) and (head_dim == 512 or num_kv_heads > 2)
+    # Half as many keys a tile and two tiles on the way, in the same memory, but where there are few keys to read.
+    deep = not (short or wide) and (head_dim == 512 or num_kv_heads > 2)
+    num_warps = 8 if large or wide else 4
+    blocks = num_kv_heads * -(-rows // block_rows)
+    if large:  # one program an SM: 128 in all from 8192 keys on
+        max_chunks, chunk_weight = 128 // blocks, blocks * blocks / 2
+    else:
+        max_chunks, chunk_weight = 256 // num_kv_heads, min(2.0, num_kv_heads / 2)
     return Config(
         block_rows,
         block_group,
         block_n=16 if short or deep else 32,
-        max_splits=min(128, max(8, _power_of_two(256 // num_kv_heads))),
-        split_weight=min(8, max(1, rows * group // 2)),
+        slabs=min(num_warps, head_dim // 32),
+        max_chunks=min(128, max(8, _power_of_two(max_chunks))),
+        chunk_weight=min(8.0, chunk_weight),
+        fold=1 if large else 8,
         block_d=64,
-        num_warps=8 if large or wide else 4,
+        num_warps=num_warps,
         stages=5 if deep else 3,
+        early=capability >= 90,
     )
 
 
@@ -206,6 +232,10 @@ def _power_of_two(n: int) -> int:
 
 def _strides(name: str, tensor: Tensor, *dims: str) -> dict[str, int]:
     return {f"{name}_stride_{dim}": stride for dim, stride in zip(dims, tensor.stride())}
+
+
+def _scale_stride(scale: Tensor | None) -> int:
+    return 0 if scale is None or scale.numel() == 1 else 1
 
 
 def _readable(cache: Tensor, capability: int) -> Tensor:
