@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peer-wheel", type=Path, action="append", default=[], metavar="PATH",
                         help="a wheel of vllm or sglang, or a folder with one unpacked; may be repeated")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--no-peers", action="store_true", help="time this library alone")
     parser.add_argument("--out", type=Path, help="write the record there, as JSON lines")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw the record there, as PNG and SVG")
     parser.add_argument("--predict", type=_one_of(tuple(GPUS)), action="append", default=[], metavar="GPU",

@@ -124,8 +124,9 @@ def _setting(args: argparse.Namespace, device: torch.device) -> Setting:
         peers = find_peers(args.peer_wheel)
     except ValueError as error:
         raise BenchError(str(error)) from error
-    compiles = not args.no_compile and device.type == "cuda"
-    return Setting(device, machine.cache_bytes(device), peers, compiles, compiles, args.samples, args.seconds)
+    compiles = not args.no_compile and not args.no_peers and device.type == "cuda"
+    cache = machine.cache_bytes(device)
+    return Setting(device, cache, peers, compiles, compiles, args.samples, args.seconds, args.no_peers)
 
 
 def _describe(device: torch.device, setting: Setting, words: Sequence[str]) -> Run:

@@ -78,7 +78,7 @@ def measure_candidates(
     results: list[Result] = []
     timed: list[Timed] = []
     right: list[int] = []
-    for candidate in found:
+    for candidate in found[:1] if setting.only_ours else found:  # ours is the first
         result = replace(base, candidate=candidate.name, implementation=candidate.implementation)
         try:
             one, verdict = check(problem, candidate, setting)

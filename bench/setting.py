@@ -20,6 +20,7 @@ class Setting:
     compile_steps: bool = True  # and of the step
     samples: int = 30
     seconds: float = 1.0  # of samples a case, once there are three
+    only_ours: bool = False  # no peer is timed
 
     def attention_makers(self) -> dict[str, MakeAttention]:
         """Every attention kernel of every peer that is here, by the name of its candidate."""

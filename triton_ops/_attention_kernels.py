@@ -285,15 +285,17 @@ def merge(
     top = tl.full([FOLDS], float("-inf"), tl.float32)
     total = tl.zeros([FOLDS], tl.float32)
     y = tl.zeros([FOLDS, BLOCK_D], tl.float32)
+    tops, totals, ys = (), (), ()  # all loads are in flight before the first is waited for
     for j in tl.static_range(FOLD // CHUNKS):
         part = n * (FOLD // CHUNKS) + j
         live = part.to(tl.int64) * keys * CHUNKS < visible
         place = at.to(tl.int64) * parts + part
-        new_top = tl.load(stats_ptr + place * 2, mask=live, other=float("-inf"))
-        new_total = tl.load(stats_ptr + place * 2 + 1, mask=live, other=0.0)
-        new_y = tl.load(partial_ptr + place[:, None] * HEAD_DIM + d[None, :], mask=live[:, None], other=0.0)
-        top, total, shrink, new_shrink = fold(top, total, new_top, new_total)
-        y = tl.fma(y, shrink[:, None], new_y * new_shrink[:, None])
+        tops += (tl.load(stats_ptr + place * 2, mask=live, other=float("-inf")),)
+        totals += (tl.load(stats_ptr + place * 2 + 1, mask=live, other=0.0),)
+        ys += (tl.load(partial_ptr + place[:, None] * HEAD_DIM + d[None, :], mask=live[:, None], other=0.0),)
+    for j in tl.static_range(FOLD // CHUNKS):
+        top, total, shrink, new_shrink = fold(top, total, tops[j], totals[j])
+        y = tl.fma(y, shrink[:, None], ys[j] * new_shrink[:, None])
     weight = tl.exp2(top - tl.where(visible > 0, tl.max(top, 0), 0.0))
     total = tl.sum(product(weight, total), 0)
     y = tl.sum(product(weight[:, None], y), 0)

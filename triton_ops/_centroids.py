@@ -15,6 +15,7 @@ from ._rows import num_rows, row_arguments, row_offset
 from ._topk import NO_ORDER, exact_sum, finite_or_zero, no_nan, pack, precedes
 
 GROUP = 16  # centroids a program of score_kernel; one that is not among the best groups needs no ranks
+FEW_ROWS = 8  # whose scores every program may read; of 64 rows that is 134 MB a call
 BLOCK_M = 16  # rows of normed that share a load of the centroids
 BLOCK_T = 64  # tokens a program of candidate_kernel: two programs a centroid of Gemma 4, 32 KiB of the head each
 
@@ -52,7 +53,7 @@ def rank_launch(scores: Tensor, group_max: Tensor, num_active: int) -> tuple[Lau
     constants = {
         "NUM_CENTROIDS": num_centroids, "NUM_GROUPS": num_groups, "GROUP": triton.cdiv(num_centroids, num_groups),
         "NUM_ACTIVE": num_active, "BLOCK_G": triton.next_power_of_2(num_groups),
-        "BLOCK_C": triton.next_power_of_2(num_centroids),
+        "BLOCK_C": triton.next_power_of_2(num_centroids), "HASTY": rows <= FEW_ROWS,
     }
     arguments = {"scores": scores, "group_max": group_max, "chosen": chosen}
     return Launch(rank_kernel, (rows, num_groups), arguments, constants), chosen
@@ -115,7 +116,8 @@ def score_kernel(
 @triton.jit
 def rank_kernel(
     scores, group_max, chosen, NUM_CENTROIDS: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    NUM_ACTIVE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, EARLY: tl.constexpr = False
+    NUM_ACTIVE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, HASTY: tl.constexpr,
+    EARLY: tl.constexpr = False
 ):
     """Programs (a row, a group): the rank of each of the group's centroids, by counting those in front of it.
 
@@ -132,12 +134,16 @@ def rank_kernel(
     wait_for_others(EARLY)
     largest = tl.load(group_max + other, mask=other < NUM_GROUPS, other=float("-inf"))
     mine = tl.load(group_max + group)
-    theirs = tl.load(scores + rival, mask=rival < NUM_CENTROIDS, other=float("-inf"))
-    own = ()  # all of them at once: a load behind each sum would be waited for
-    for i in tl.static_range(GROUP):
-        c = group * GROUP + i
-        own += (tl.load(scores + c, mask=c < NUM_CENTROIDS, other=float("-inf")),)
+    is_rival = rival < NUM_CENTROIDS
+    if HASTY:  # does not wait to know whether it will be needed
+        theirs = tl.load(scores + rival, mask=is_rival, other=float("-inf"))
     if tl.sum(precedes(largest, other, mine, group).to(tl.int32), 0) < NUM_ACTIVE:
+        if not HASTY:
+            theirs = tl.load(scores + rival, mask=is_rival, other=float("-inf"))
+        own = ()  # all of them at once: a load behind each sum would be waited for
+        for i in tl.static_range(GROUP):
+            c = group * GROUP + i
+            own += (tl.load(scores + c, mask=c < NUM_CENTROIDS, other=float("-inf")),)
         for first in tl.static_range(0, GROUP, 4):
             counts = tl.zeros([BLOCK_C], tl.int64)
             for i in tl.static_range(4):
