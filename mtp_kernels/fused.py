@@ -158,7 +158,7 @@ def _step(
         _round.norm_linear(x, None, weights.norm, eps, weights.post_projection, after, normed=normed,
                            centroids=weights.centroids, scores=centroid_scores, group_max=group_max, early=early)
     )
-    launch, chosen = rank_launch(centroid_scores, group_max, weights.num_active)
+    launch, chosen = rank_launch(centroid_scores, group_max, _round.GROUP, weights.num_active)
     emit(_start_early(launch, early))
     num_parts = weights.num_active * pieces(weights.token_ordering.size(0) // num_centroids)
     parts = new_parts(normed, total, num_parts, depth)

@@ -42,16 +42,19 @@ def selection_launches(normed: Tensor, centroid_weight: Tensor, num_active: int)
         {**sizes, "HIDDEN": normed.size(-1), "BLOCK_M": BLOCK_M, "BLOCK_K": _block_k(normed)},
         num_warps=1,
     )
-    launch, chosen = rank_launch(scores, group_max, num_active)
+    launch, chosen = rank_launch(scores, group_max, GROUP, num_active)
     return [score, launch], chosen
 
 
-def rank_launch(scores: Tensor, group_max: Tensor, num_active: int) -> tuple[Launch, Tensor]:
-    """The launch that fills `chosen` [rows, num_active] from scores [rows, num_centroids] and their groups' largest."""
+def rank_launch(scores: Tensor, group_max: Tensor, group: int, num_active: int) -> tuple[Launch, Tensor]:
+    """The launch that fills `chosen` [rows, num_active] from scores [rows, num_centroids] and the largest of each group.
+
+    A group has a multiple of 4 centroids.
+    """
     (rows, num_centroids), num_groups = scores.shape, group_max.size(1)
     chosen = scores.new_empty((rows, num_active), dtype=torch.int32)
     constants = {
-        "NUM_CENTROIDS": num_centroids, "NUM_GROUPS": num_groups, "GROUP": triton.cdiv(num_centroids, num_groups),
+        "NUM_CENTROIDS": num_centroids, "NUM_GROUPS": num_groups, "GROUP": group,
         "NUM_ACTIVE": num_active, "BLOCK_G": triton.next_power_of_2(num_groups),
         "BLOCK_C": triton.next_power_of_2(num_centroids), "HASTY": rows <= FEW_ROWS,
     }

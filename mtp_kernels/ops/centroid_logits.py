@@ -152,8 +152,8 @@ def serves(
     """Why the Triton kernels do not serve these arguments, or "": those of `centroid_topk` too."""
     if normed.dim() > 4:
         return f"normed has {normed.dim() - 1} leading dimensions, more than 3"
-    if centroid_weight.size(0) > 2**17:
-        return f"{centroid_weight.size(0)} centroids, more than 2^17"
+    if centroid_weight.size(0) > 2**13:
+        return f"{centroid_weight.size(0)} centroids, more than 2^13"  # whose scores a program has in its registers
     if token_ordering.size(0) >= 2**31:
         return f"a vocabulary of {token_ordering.size(0)}, more than 2^31 - 1"
     return "normed has no columns" if normed.size(-1) == 0 else ""
