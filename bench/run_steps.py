@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..draft import DraftTree, draft, draft_step, num_candidates
+from .._cpu_step import CpuStep, cpu_step, why_no_step
+from ..draft import DraftTree, StepOutput, draft, draft_step, num_candidates
 from ..kv_view import KVView
 from ..weights import AssistantWeights
 from ..weights._config import SLIDING
@@ -90,7 +91,7 @@ def candidates(case: Case, problem: StepProblem, setting: Setting) -> list[Candi
         served = served_by(lambda: run(problem.inputs, case))
         return [Candidate("mtp", lambda one: lambda: run(one, case), tuple, served)]
     served = served_by(lambda: _our_chain(problem.inputs, 1))
-    found = [Candidate("mtp", lambda one: lambda: _our_chain(one, case.num_steps), _flat, served)]
+    found = [Candidate("mtp", _bind_ours(case), _flat, served)]
     found.append(Candidate("pytorch", lambda one: _engine(one, case, plain.step, _gather(case)), _flat))
     if setting.compile_steps:
         torch._dynamo.reset()
@@ -105,11 +106,24 @@ def candidates(case: Case, problem: StepProblem, setting: Setting) -> list[Candi
     return found
 
 
-def _our_chain(one: StepInputs, num_steps: int) -> tuple[list[Tensor], list[Tensor]]:
+def _bind_ours(case: Case) -> Callable[[StepInputs], Callable[[], Any]]:
+    """What CapturedDraft runs: on a GPU the ops in a graph, on a CPU its library's whole step."""
+
+    def bind(one: StepInputs) -> Callable[[], Any]:
+        whole = None if why_no_step(one.weights) else cpu_step(one.weights, one.kv)
+        return lambda: _our_chain(one, case.num_steps, whole)
+
+    return bind
+
+
+def _our_chain(one: StepInputs, num_steps: int, whole: CpuStep | None = None) -> tuple[list[Tensor], list[Tensor]]:
     ids, state = one.seed_ids.unsqueeze(1), one.state.unsqueeze(1)
     all_ids, states = [], []
     for _ in range(num_steps):
-        step = draft_step(one.weights, one.kv, ids, state, one.positions)
+        if whole is not None:
+            step = StepOutput(*whole(ids, state, one.positions, None, 1))
+        else:
+            step = draft_step(one.weights, one.kv, ids, state, one.positions)
         ids, state = step.token_ids[:, :, 0], step.state
         all_ids.append(ids[:, 0])
         states.append(state[:, 0])

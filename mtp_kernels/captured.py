@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .draft import DraftTree, draft
+from ._cpu_step import cpu_step, why_no_step
+from .draft import DraftTree, StepOutput, draft, draft_with
 from .kv_view import KVView
 from .ops._checks import check_device, check_dtype, check_index, check_range, check_shape, fail, require
 from .weights import AssistantWeights
@@ -40,7 +41,7 @@ class CapturedDraft:
     runs in the smallest bucket that holds it; the rows behind it have length 0, read no page, and change nothing.
     Nothing is copied to the host and nothing synchronises. Results equal those of draft() on the same buffers.
 
-    On a CPU, which has no graphs, draft() runs on the buffers of the batch.
+    On a CPU, which has no graphs, a step is one call of the CPU library, with the bits of draft().
 
     Args:
         weights: the assistant.
@@ -182,7 +183,7 @@ class CapturedDraft:
 
         if self.weights.device.type != "cuda":
             run()  # checks the arguments
-            return run
+            return self._on_cpu(run, kv, size, depth)
         stream = torch.cuda.Stream(self.weights.device)
         stream.wait_stream(torch.cuda.current_stream(self.weights.device))
         with torch.cuda.stream(stream):
@@ -196,6 +197,26 @@ class CapturedDraft:
         def replay() -> DraftTree:
             graph.replay()
             return tree
+
+        return replay
+
+    def _on_cpu(
+        self, run: Callable[[], DraftTree], kv: Mapping[str, KVView], size: int, depth: int
+    ) -> Callable[[], DraftTree]:
+        """The CPU library's whole step in place of the ops of one, where it is there and nothing asks for those."""
+        b = self.buffers
+        whole = None if why_no_step(self.weights) else cpu_step(self.weights, kv)
+
+        def replay() -> DraftTree:
+            if whole is None or why_no_step(self.weights):
+                return run()
+
+            def step(ids: Tensor, state: Tensor, row_index: Tensor | None) -> StepOutput:
+                return StepOutput(*whole(ids, state, b.positions[:size], row_index, self.topk))
+
+            roots = b.root_positions[:size] if self._with_roots else None
+            seeds = b.seed_ids[:size], b.seed_state[:size]
+            return draft_with(step, *seeds, depth, self.topk, self.num_draft_tokens, roots)
 
         return replay
 
