@@ -10,7 +10,7 @@ SOURCES := $(shell find $(PACKAGED) -type f -not -path '*/__pycache__/*' -not -p
 	setup.py CMakeLists.txt pyproject.toml $(wildcard README.md LICENSE)
 CPP := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test build lint format clean
+.PHONY: demo test build sanitize lint format clean
 
 # Watch the example pair decode with and without drafting.
 demo: $(VENV)/.installed
@@ -23,6 +23,21 @@ test: $(VENV)/.installed
 # The compiled parts, in place: for running from this folder with PYTHONPATH=. MTP_TEST_SOURCE=1.
 build: $(VENV)/.tools
 	$(BIN)/python setup.py build_ext --inplace
+
+# The op tests on a CPU library with AddressSanitizer and UndefinedBehaviorSanitizer, built in a folder of its own.
+# SANITIZE_TESTS chooses files of tests; the preloaded libstdc++ is there for the sanitizer to find its exceptions. What
+# it prints names source files by their paths, which another library must not hold.
+SANITIZED := build/sanitize
+OPS := $(notdir $(basename $(wildcard mtp_kernels/ops/[a-z]*.py)))
+SANITIZE_TESTS := tests/test_native.py tests/test_cpu_step.py $(wildcard $(OPS:%=tests/test_%*.py))
+sanitize: $(VENV)/.tools
+	CMAKE_ARGS="$$CMAKE_ARGS -DMTP_SANITIZE=ON -DMTP_CUDA=OFF" $(BIN)/python setup.py -q build \
+		--build-base $(SANITIZED) --build-lib $(SANITIZED)/site
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
+		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONSAFEPATH=1 \
+		PYTHONPATH=$(SANITIZED)/site $(BIN)/python -m pytest -q -p no:cacheprovider -k "cpu or native" \
+		--deselect tests/test_native.py::test_no_path_of_the_building_machine_is_in_the_library \
+		$(SANITIZE_TESTS) $(ARGS)
 
 lint: $(VENV)/.tools
 	$(BIN)/ruff check .

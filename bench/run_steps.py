@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..captured import FUSED, OPS, choose_kernels, launch_round
-from ..draft import DraftTree, draft_step, num_candidates
+from .._cpu_step import CpuStep, cpu_step
+from ..captured import FUSED, OPS, STEP, choose_kernels, launch_round
+from ..draft import DraftTree, StepOutput, draft_step, num_candidates
 from ..kv_view import KVView
 from ..weights import AssistantWeights
 from ..weights._config import SLIDING
@@ -87,12 +88,12 @@ class StepProblem:
 def candidates(case: Case, problem: StepProblem, setting: Setting) -> list[Candidate]:
     """Who runs the case, ours first."""
     kernels = _kernels(problem.inputs, case)
-    ours = _our_round if case.level == "round" else _our_fused_chain if kernels == FUSED else _our_chain
-    served = served_by(lambda: ours(problem.inputs, case)) if kernels == OPS else f"triton, {kernels}"
-    results = _tree if case.level == "round" else _flat
-    found = [Candidate("mtp", lambda one: lambda: ours(one, case), results, served)]
+    served = {FUSED: "triton, fused", STEP: "cpu, whole step"}.get(kernels)
     if case.level == "round":
-        return found
+        served = served or served_by(lambda: _our_round(problem.inputs, case))
+        return [Candidate("mtp", lambda one: lambda: _our_round(one, case), _tree, served)]
+    served = served or served_by(lambda: _our_chain(problem.inputs, case))
+    found = [Candidate("mtp", _bind_ours(case), _flat, served)]
     found.append(Candidate("pytorch", lambda one: _engine(one, case, plain.step, _gather(case)), _flat))
     if setting.compile_steps:
         torch._dynamo.reset()
@@ -107,11 +108,27 @@ def candidates(case: Case, problem: StepProblem, setting: Setting) -> list[Candi
     return found
 
 
-def _our_chain(one: StepInputs, case: Case) -> tuple[list[Tensor], list[Tensor]]:
+def _bind_ours(case: Case) -> Callable[[StepInputs], Callable[[], Any]]:
+    """What CapturedDraft runs: in a graph the private kernels or the ops, on a CPU the library's whole step."""
+
+    def bind(one: StepInputs) -> Callable[[], Any]:
+        kernels = _kernels(one, case)
+        if kernels == FUSED:
+            return lambda: _our_fused_chain(one, case)
+        whole = cpu_step(one.weights, one.kv) if kernels == STEP else None
+        return lambda: _our_chain(one, case, whole)
+
+    return bind
+
+
+def _our_chain(one: StepInputs, case: Case, whole: CpuStep | None = None) -> tuple[list[Tensor], list[Tensor]]:
     ids, state = one.seed_ids.unsqueeze(1), one.state.unsqueeze(1)
     all_ids, states = [], []
     for _ in range(case.num_steps):
-        step = draft_step(one.weights, one.kv, ids, state, one.positions)
+        if whole is not None:
+            step = StepOutput(*whole(ids, state, one.positions, None, 1))
+        else:
+            step = draft_step(one.weights, one.kv, ids, state, one.positions)
         ids, state = step.token_ids[:, :, 0], step.state
         all_ids.append(ids[:, 0])
         states.append(state[:, 0])
@@ -119,8 +136,9 @@ def _our_chain(one: StepInputs, case: Case) -> tuple[list[Tensor], list[Tensor]]
 
 
 def _kernels(one: StepInputs, case: Case) -> str:
-    """What CapturedDraft would capture; without a graph, the ops."""
-    return choose_kernels(one.weights, one.kv, case.topk)[0] if case.mode == "graph" else OPS
+    """What CapturedDraft would run; on a GPU without a graph, the ops."""
+    captured = case.mode == "graph" or one.weights.device.type == "cpu"
+    return choose_kernels(one.weights, one.kv, case.topk)[0] if captured else OPS
 
 
 def _our_fused_chain(one: StepInputs, case: Case) -> tuple[list[Tensor], list[Tensor]]:

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from . import _triton
-from .draft import DraftTree, chain_links, check_draft, draft
+from ._cpu_step import cpu_step, why_no_step
+from .draft import DraftTree, StepOutput, chain_links, check_draft, draft, draft_with
 from .kv_view import KVView
 from .ops._checks import check_device, check_dtype, check_index, check_range, check_shape, fail, require
 from .weights import AssistantWeights
 
 WHERE = "CapturedDraft"
-FUSED, OPS = "fused", "ops"  # kernels of a captured round
+FUSED, STEP, OPS = "fused", "step", "ops"  # kernels of a captured round
 WARM_UPS = 2  # runs before a capture: kernels compile in the first
 
 
@@ -42,7 +43,7 @@ class CapturedDraft:
     runs in the smallest bucket that holds it; the rows behind it have length 0, read no page, and change nothing.
     Nothing is copied to the host and nothing synchronises. Results equal those of draft() on the same buffers.
 
-    On a CPU, which has no graphs, draft() runs on the buffers of the batch.
+    On a CPU, which has no graphs, a step is one call of the CPU library, with the bits of draft().
 
     Args:
         weights: the assistant.
@@ -54,8 +55,9 @@ class CapturedDraft:
         topk, num_draft_tokens: as for draft().
         root_positions: False for a chain that needs no draft_positions.
         private: kernels that cross the borders of ops and start before the one in front has ended, where they serve
-            (small assistants with a centroid head); False for the ops as draft() calls them. `kernels` says what runs,
-            "fused" or "ops", and `reason` why the latter. The fused ones round sums in another order than the ops.
+            (small assistants with a centroid head on a GPU: "fused"), or a whole step in one call on a CPU ("step");
+            False for the ops as draft() calls them ("ops"). `kernels` says what runs, and `reason` why the last. The
+            fused ones round sums in another order than the ops; a CPU's step has their bits.
 
     Raises:
         ArgumentError: as draft() does, and for a view with kv_indptr, whose capacity a graph cannot know.
@@ -184,16 +186,15 @@ class CapturedDraft:
         def run() -> Callable[[], DraftTree]:
             roots = b.root_positions[:size] if self._with_roots else None
             seeds = (b.seed_ids[:size], b.seed_state[:size], b.positions[:size])
-            return launch_round(
-                self.kernels, self.weights, kv, *seeds, depth, self.topk, self.num_draft_tokens, roots
-            )
+            kernels = OPS if self.kernels == STEP else self.kernels  # a whole step is prepared once: _on_cpu
+            return launch_round(kernels, self.weights, kv, *seeds, depth, self.topk, self.num_draft_tokens, roots)
 
         check_draft(
             self.weights, kv, b.seed_ids[:size], b.seed_state[:size], b.positions[:size], depth, self.topk,
             self.num_draft_tokens, b.root_positions[:size] if self._with_roots else None,
         )
         if self.weights.device.type != "cuda":
-            return lambda: run()()
+            return self._on_cpu(run, kv, size, depth)
         stream = torch.cuda.Stream(self.weights.device)
         stream.wait_stream(torch.cuda.current_stream(self.weights.device))
         with torch.cuda.stream(stream):
@@ -208,6 +209,27 @@ class CapturedDraft:
         def replay() -> DraftTree:
             graph.replay()
             return tree
+
+        return replay
+
+    def _on_cpu(
+        self, run: Callable[[], Callable[[], DraftTree]], kv: Mapping[str, KVView], size: int, depth: int
+    ) -> Callable[[], DraftTree]:
+        """The CPU library's whole step, where nothing asks for the ops when it is replayed."""
+        if self.kernels != STEP:
+            return lambda: run()()
+        b = self.buffers
+        whole = cpu_step(self.weights, kv)
+
+        def step(ids: Tensor, state: Tensor, row_index: Tensor | None) -> StepOutput:
+            return StepOutput(*whole(ids, state, b.positions[:size], row_index, self.topk))
+
+        def replay() -> DraftTree:
+            if why_no_step(self.weights):
+                return run()()
+            roots = b.root_positions[:size] if self._with_roots else None
+            seeds = (b.seed_ids[:size], b.seed_state[:size])
+            return draft_with(step, *seeds, depth, self.topk, self.num_draft_tokens, roots)
 
         return replay
 
@@ -228,6 +250,14 @@ def launch_round(
 
     What this returns gives the draft afterwards, with what is the same for every chain, which no replay makes again.
     """
+    if kernels == STEP:
+        whole = cpu_step(weights, kv)
+
+        def step(ids: Tensor, state: Tensor, row_index: Tensor | None) -> StepOutput:
+            return StepOutput(*whole(ids, state, positions, row_index, topk))
+
+        tree = draft_with(step, seed_ids, seed_state, num_steps, topk, num_draft_tokens, root_positions)
+        return lambda: tree
     if kernels == OPS or seed_ids.size(0) == 0:
         tree = draft(weights, kv, seed_ids, seed_state, positions, num_steps, topk, num_draft_tokens, root_positions)
         return lambda: tree
@@ -243,9 +273,10 @@ def launch_round(
 
 
 def choose_kernels(weights: AssistantWeights, kv: Mapping[str, KVView], topk: int) -> tuple[str, str]:
-    """What runs a captured round, FUSED or OPS, and why the latter."""
-    if weights.device.type != "cuda" and not _triton.interpreting():
-        return OPS, f"the private kernels do not run on {weights.device.type}"
+    """What runs a captured round, FUSED (on a GPU), STEP (on a CPU) or OPS, and why the last."""
+    if weights.device.type == "cpu" and not _triton.interpreting():
+        why = why_no_step(weights)
+        return (OPS, why) if why else (STEP, "")
     try:
         from . import fused
     except ImportError as error:

@@ -6,7 +6,7 @@ torch.compile, and inside a CUDA graph that an engine captures.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -93,12 +93,30 @@ def draft(
     (torch.Size([2, 4]), [-1, 0, 1, 2])
     """
     check_draft(weights, kv, seed_ids, seed_state, positions, num_steps, topk, num_draft_tokens, root_positions)
+
+    def step(ids: Tensor, state: Tensor, row_index: Tensor | None) -> StepOutput:
+        return draft_step(weights, kv, ids, state, positions, row_index=row_index, topk=topk)
+
+    return draft_with(step, seed_ids, seed_state, num_steps, topk, num_draft_tokens, root_positions)
+
+
+Step = Callable[[Tensor, Tensor, "Tensor | None"], StepOutput]  # token_ids, state, row_index
+
+
+def draft_with(
+    step: Step,
+    seed_ids: Tensor,
+    seed_state: Tensor,
+    num_steps: int,
+    topk: int,
+    num_draft_tokens: int | None,
+    root_positions: Tensor | None,
+) -> DraftTree:
+    """draft() around any step, with its arguments unchecked."""
     if topk == 1:
-        return _draft_chain(weights, kv, seed_ids, seed_state, positions, num_steps, num_draft_tokens, root_positions)
+        return _draft_chain(step, seed_ids, seed_state, num_steps, num_draft_tokens, root_positions)
     assert root_positions is not None
-    return _draft_tree(
-        weights, kv, seed_ids, seed_state, positions, num_steps, topk, num_draft_tokens, root_positions
-    )
+    return _draft_tree(step, seed_ids, seed_state, num_steps, topk, num_draft_tokens, root_positions)
 
 
 def num_candidates(num_steps: int, topk: int) -> int:
@@ -171,11 +189,9 @@ def _head(weights: AssistantWeights, normed: Tensor, k: int) -> tuple[Tensor, Te
 
 
 def _draft_chain(
-    weights: AssistantWeights,
-    kv: Mapping[str, KVView],
+    step: Step,
     seed_ids: Tensor,
     seed_state: Tensor,
-    positions: Tensor,
     num_steps: int,
     num_draft_tokens: int | None,
     root_positions: Tensor | None,
@@ -183,10 +199,10 @@ def _draft_chain(
     ids, state = seed_ids.unsqueeze(1), seed_state.unsqueeze(1)  # [batch, 1], [batch, 1, backbone]
     drafted, logprobs = [], []
     for _ in range(num_steps):
-        step = draft_step(weights, kv, ids, state, positions)
-        ids, state = step.token_ids[:, :, 0], step.state
+        found = step(ids, state, None)
+        ids, state = found.token_ids[:, :, 0], found.state
         drafted.append(ids)
-        logprobs.append(step.logprobs[:, :, 0])
+        logprobs.append(found.logprobs[:, :, 0])
     cand_ids = torch.cat(drafted, dim=1)  # [batch, num_steps]
     cand_scores = torch.cat(logprobs, dim=1).cumsum(dim=1)
     size = num_steps + 1 if num_draft_tokens is None else num_draft_tokens
@@ -218,11 +234,9 @@ def chain_links(
 
 
 def _draft_tree(
-    weights: AssistantWeights,
-    kv: Mapping[str, KVView],
+    step: Step,
     seed_ids: Tensor,
     seed_state: Tensor,
-    positions: Tensor,
     num_steps: int,
     topk: int,
     num_draft_tokens: int | None,
@@ -235,15 +249,15 @@ def _draft_tree(
     all_parents: list[Tensor] = []
     offset = 0
     for _ in range(num_steps):
-        step = draft_step(weights, kv, ids, state, positions, row_index=row_index, topk=topk)
-        state = step.state
+        found = step(ids, state, row_index)
+        state = found.state
         ids, row_index, scores, frontier, cand_scores, cand_parent = ops.tree_expand(
-            step.logprobs, step.token_ids, offset, scores=scores, frontier=frontier
+            found.logprobs, found.token_ids, offset, scores=scores, frontier=frontier
         )
-        all_ids.append(step.token_ids.flatten(1))  # [batch, rows * topk]
+        all_ids.append(found.token_ids.flatten(1))  # [batch, rows * topk]
         all_scores.append(cand_scores)
         all_parents.append(cand_parent)
-        offset += step.token_ids.size(1) * topk
+        offset += found.token_ids.size(1) * topk
     cand_ids, cand_scores = torch.cat(all_ids, dim=1), torch.cat(all_scores, dim=1)
     size = offset + 1 if num_draft_tokens is None else num_draft_tokens
     built = ops.tree_build(seed_ids, cand_scores, cand_ids, torch.cat(all_parents, dim=1), root_positions, size)

@@ -14,7 +14,7 @@ from harness import assert_same_bits
 from torch import Tensor
 
 from mtp_kernels import ArgumentError, AssistantWeights, KVView, draft
-from mtp_kernels.draft import DraftTree, draft_step
+from mtp_kernels.draft import DraftTree, StepOutput, draft_step
 
 WINDOW = 7
 PAGE = 4
@@ -98,7 +98,10 @@ def test_chain_equals_a_tree_of_one_branch() -> None:
     kv = views(weights, lengths)
     for size in (None, 1, 3):
         chain = draft(weights, kv, ids, state, positions, 4, 1, size, positions)
-        tree = _draft_tree(weights, kv, ids, state, positions, 4, 1, size, positions)
+        def step(ids: Tensor, state: Tensor, row_index: Tensor | None, kv: Any = kv) -> StepOutput:
+            return draft_step(weights, kv, ids, state, positions, row_index=row_index)
+
+        tree = _draft_tree(step, ids, state, 4, 1, size, positions)
         for name, one, two in zip(chain._fields, chain, tree):
             assert_same_bits(one, two) if name != "cand_scores" else torch.testing.assert_close(one, two)
 

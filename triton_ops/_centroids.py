@@ -47,7 +47,7 @@ def selection_launches(normed: Tensor, centroid_weight: Tensor, num_active: int)
 
 
 def rank_launch(scores: Tensor, group_max: Tensor, group: int, num_active: int) -> tuple[Launch, Tensor]:
-    """The launch that fills `chosen` [rows, num_active] from scores [rows, num_centroids] and the largest of each group.
+    """The launch that fills `chosen` [rows, num_active] from scores [rows, num_centroids] and their groups' largest.
 
     A group has a multiple of 4 centroids.
     """

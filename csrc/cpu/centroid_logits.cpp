@@ -2,10 +2,10 @@
 
 namespace mtp::cpu {
 
-CentroidHead::CentroidHead(const Tensor& normed, const Tensor& centroid_weight, const Tensor& ordering,
+CentroidHead::CentroidHead(Rows normed, const Tensor& centroid_weight, const Tensor& ordering,
                            const Tensor& lm_head_weight, int64_t active, bool ordered)
-    : rows(normed),
-      type(rows.type),
+    : head(std::move(normed), float_type(centroid_weight)),
+      type(head.weight_type),
       centroids(static_cast<const char*>(centroid_weight.const_data_ptr())),
       centroid_stride(centroid_weight.stride(0)),
       num_centroids(centroid_weight.size(0)),
@@ -19,64 +19,69 @@ CentroidHead::CentroidHead(const Tensor& normed, const Tensor& centroid_weight, 
   STD_TORCH_CHECK(active >= 1 && active <= num_centroids && ordering.size(0) == vocab, "wrong sizes");
 }
 
-void CentroidHead::candidates_of(int64_t begin, int64_t end, float* logits, int64_t* ids) const {
+void CentroidHead::place(Carver& carver) {
+  head.place(carver);
+  scores = carver.take<float>(head.most() * num_centroids);
+  chosen_score = carver.take<float>(head.most() * num_active);
+  chosen = carver.take<int64_t>(head.most() * num_active);
+}
+
+void CentroidHead::candidates_of(Member& member, int64_t begin, int64_t end, float* logits, int64_t* ids) const {
   constexpr int64_t kCentroidsPerTask = 64;
   const HeadKernels& kernels = heads();
   const int64_t count = end - begin;
-  const int64_t hidden = rows.columns;
+  const int64_t hidden = head.rows.columns;
   const int64_t element = element_size(type);
-  Tensor x_rows = empty_float({count, rows.padded()});
-  Tensor score_rows = empty_float({count, num_centroids});
-  float* x = data<float>(x_rows);
-  float* scores = data<float>(score_rows);
-  std::vector<int64_t> chosen(static_cast<size_t>(count * num_active));
-  rows.widen(begin, end, type, x);
-
+  head.widen(member, begin, end);
   // Every product is one sum in an order of its own, so how the work is shared out changes no bits.
-  torch::stable::parallel_for(
-      0, (num_centroids + kCentroidsPerTask - 1) / kCentroidsPerTask, 1, [&](int64_t first, int64_t last) {
-        const int64_t from = first * kCentroidsPerTask;
-        const int64_t to = std::min(last * kCentroidsPerTask, num_centroids);
-        kernels.dots[type]({x, rows.padded(), count, centroids + from * centroid_stride * element, centroid_stride,
-                            hidden, nullptr, to - from, scores + from, num_centroids});
-      });
-  torch::stable::parallel_for(0, count, 8, [&](int64_t first, int64_t last) {
-    std::vector<uint64_t> keys(static_cast<size_t>(num_centroids));
-    for (int64_t r = first; r < last; ++r) {
-      for (int64_t c = 0; c < num_centroids; ++c) {
-        keys[c] = rank_key(scores[r * num_centroids + c], c);
-      }
-      std::partial_sort(keys.begin(), keys.begin() + num_active, keys.end());
-      std::transform(keys.begin(), keys.begin() + num_active, chosen.begin() + r * num_active, key_id);
-    }
+  member.each((num_centroids + kCentroidsPerTask - 1) / kCentroidsPerTask, [&](int64_t task) {
+    const int64_t from = task * kCentroidsPerTask;
+    const int64_t some = std::min(kCentroidsPerTask, num_centroids - from);
+    kernels.dots[type]({head.x, head.padded(), count, centroids + from * centroid_stride * element, centroid_stride,
+                        hidden, nullptr, some, scores + from, num_centroids});
   });
-  torch::stable::parallel_for(0, count * num_active, 1, [&](int64_t first, int64_t last) {
-    for (int64_t task = first; task < last; ++task) {
-      const int64_t r = task / num_active;
-      const int64_t place = chosen[task] * size;
-      int64_t* tokens = ids + task * size;
-      for (int64_t i = 0; i < size; ++i) {
-        tokens[i] = std::clamp<int64_t>(token_ordering(place + i), 0, vocab - 1);
-      }
-      const char* weights = centroid_ordered ? weight + place * weight_stride * element : weight;
-      kernels.dots[type]({x + r * rows.padded(), rows.padded(), 1, weights, weight_stride, hidden,
-                          centroid_ordered ? nullptr : tokens, size, logits + task * size, size});
+  member.each(count, [&](int64_t r) {
+    kernels.best(scores + r * num_centroids, nullptr, num_centroids, num_active, chosen_score + r * num_active,
+                 chosen + r * num_active);
+  });
+  member.each(count * num_active, [&](int64_t task) {
+    const int64_t r = task / num_active;
+    const int64_t place = chosen[task] * size;
+    int64_t* tokens = ids + task * size;
+    for (int64_t i = 0; i < size; ++i) {
+      tokens[i] = std::clamp<int64_t>(token_ordering(place + i), 0, vocab - 1);
     }
+    const char* weights = centroid_ordered ? weight + place * weight_stride * element : weight;
+    kernels.dots[type]({head.x + r * head.padded(), head.padded(), 1, weights, weight_stride, hidden,
+                        centroid_ordered ? nullptr : tokens, size, logits + task * size, size});
   });
 }
 
 namespace {
 
+struct CentroidLogits {
+  CentroidHead head;
+  float* logits;
+  int64_t* ids;
+
+  int64_t products() const { return head.products(); }
+  void place(Carver& carver) { head.place(carver); }
+  void run(Member& member) const {
+    const int64_t rows = head.head.rows.count;
+    for (int64_t begin = 0; begin < rows; begin += kHeadRows) {
+      const int64_t offset = begin * head.candidates();
+      head.candidates_of(member, begin, std::min(begin + kHeadRows, rows), logits + offset, ids + offset);
+    }
+  }
+};
+
 std::tuple<Tensor, Tensor> centroid_logits(Tensor normed, Tensor centroid_weight, Tensor token_ordering,
                                            Tensor lm_head_weight, int64_t num_active, bool centroid_ordered) {
-  const CentroidHead head(normed, centroid_weight, token_ordering, lm_head_weight, num_active, centroid_ordered);
-  Tensor logits = empty_rows(head.rows, head.candidates(), aoti_torch_dtype_float32());
-  Tensor token_ids = empty_rows(head.rows, head.candidates(), aoti_torch_dtype_int64());
-  for (int64_t begin = 0; begin < head.rows.count; begin += kHeadRows) {
-    const int64_t offset = begin * head.candidates();
-    head.candidates_of(begin, std::min(begin + kHeadRows, head.rows.count), data<float>(logits) + offset,
-                       data<int64_t>(token_ids) + offset);
-  }
+  CentroidHead head(Rows(normed), centroid_weight, token_ordering, lm_head_weight, num_active, centroid_ordered);
+  Tensor logits = empty_rows(normed, head.candidates(), aoti_torch_dtype_float32());
+  Tensor token_ids = empty_rows(normed, head.candidates(), aoti_torch_dtype_int64());
+  CentroidLogits program{std::move(head), data<float>(logits), data<int64_t>(token_ids)};
+  run_alone(program);
   return {logits, token_ids};
 }
 

@@ -1,44 +1,42 @@
 #include "centroids.h"
 
 namespace mtp::cpu {
+
+void CentroidTopK::place(Carver& carver) {
+  head.place(carver);
+  const int64_t most = head.head.most();
+  logits = carver.take<float>(most * head.candidates());
+  ids = carver.take<int64_t>(most * head.candidates());
+  best = carver.take<float>(most * top.k);
+  best_ids = carver.take<int64_t>(most * top.k);
+}
+
+void CentroidTopK::run(Member& member) const {
+  const int64_t rows = head.head.rows.count;
+  const int64_t candidates = head.candidates();
+  for (int64_t begin = 0; begin < rows; begin += kHeadRows) {
+    const int64_t count = std::min(kHeadRows, rows - begin);
+    head.candidates_of(member, begin, begin + count, logits, ids);
+    member.each(count, [&](int64_t r) {
+      const float* values = logits + r * candidates;
+      heads().best(values, ids + r * candidates, candidates, top.k, best + r * top.k, best_ids + r * top.k);
+      finish_row(top, begin + r, best + r * top.k, best_ids + r * top.k, heads().log_sum(values, candidates));
+    });
+  }
+}
+
 namespace {
 
 std::tuple<Tensor, Tensor, Tensor> centroid_topk(Tensor normed, Tensor centroid_weight, Tensor token_ordering,
                                                  Tensor lm_head_weight, int64_t num_active, int64_t k,
                                                  bool centroid_ordered) {
-  const CentroidHead head(normed, centroid_weight, token_ordering, lm_head_weight, num_active, centroid_ordered);
-  const int64_t candidates = head.candidates();
-  STD_TORCH_CHECK(k >= 1 && k <= candidates, "centroid_topk: k is out of range");
-  Tensor logprobs = empty_rows(head.rows, k, aoti_torch_dtype_float32());
-  Tensor token_ids = empty_rows(head.rows, k, aoti_torch_dtype_int64());
-  Tensor logsumexp = empty_rows(head.rows, -1, aoti_torch_dtype_float32());
-  const int64_t most = std::min(head.rows.count, kHeadRows);
-  Tensor logit_rows = empty_float({most, candidates});
-  Tensor id_rows = empty_int64({most, candidates});
-  const float* logits = data<float>(logit_rows);
-  const int64_t* ids = data<int64_t>(id_rows);
-  float* out = data<float>(logprobs);
-  int64_t* out_ids = data<int64_t>(token_ids);
-  float* totals = data<float>(logsumexp);
-  for (int64_t begin = 0; begin < head.rows.count; begin += kHeadRows) {
-    const int64_t end = std::min(begin + kHeadRows, head.rows.count);
-    head.candidates_of(begin, end, data<float>(logit_rows), data<int64_t>(id_rows));
-    torch::stable::parallel_for(begin, end, 4, [&](int64_t first, int64_t last) {
-      std::vector<uint64_t> keys(static_cast<size_t>(candidates));
-      for (int64_t r = first; r < last; ++r) {
-        const int64_t offset = (r - begin) * candidates;
-        totals[r] = log_of(heads().log_sum(logits + offset, candidates));
-        for (int64_t i = 0; i < candidates; ++i) {
-          keys[i] = rank_key(logits[offset + i], ids[offset + i]);
-        }
-        std::partial_sort(keys.begin(), keys.begin() + k, keys.end());
-        for (int64_t i = 0; i < k; ++i) {
-          out[r * k + i] = logprob(key_value(keys[i]), totals[r]);
-          out_ids[r * k + i] = key_id(keys[i]);
-        }
-      }
-    });
-  }
+  CentroidHead head(Rows(normed), centroid_weight, token_ordering, lm_head_weight, num_active, centroid_ordered);
+  STD_TORCH_CHECK(k >= 1 && k <= head.candidates(), "centroid_topk: k is out of range");
+  Tensor logprobs = empty_rows(normed, k, aoti_torch_dtype_float32());
+  Tensor token_ids = empty_rows(normed, k, aoti_torch_dtype_int64());
+  Tensor logsumexp = empty_rows(normed, -1, aoti_torch_dtype_float32());
+  CentroidTopK program(std::move(head), {k, data<float>(logprobs), data<int64_t>(token_ids), data<float>(logsumexp)});
+  run_alone(program);
   return {logprobs, token_ids, logsumexp};
 }
 

@@ -1,5 +1,6 @@
 #include "isa.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <string>
 
@@ -12,7 +13,10 @@ Isa widest() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  return avx2 && avx512 ? Isa::kAvx512 : avx2 ? Isa::kAvx2 : Isa::kBase;
+  if (!avx2) {
+    return Isa::kBase;
+  }
+  return !avx512 ? Isa::kAvx2 : __builtin_cpu_supports("avx512bf16") ? Isa::kAvx512Bf16 : Isa::kAvx512;
 #else
   return Isa::kBase;
 #endif
@@ -22,10 +26,11 @@ Isa chosen() {
   const char* asked = std::getenv("MTP_CPU_ISA");
   const std::string name = asked ? asked : "";
   const Isa most = widest();
-  if (name == "base") {
-    return Isa::kBase;
-  }
-  return name == "avx2" && most == Isa::kAvx512 ? Isa::kAvx2 : most;
+  const Isa wanted = name == "base"     ? Isa::kBase
+                     : name == "avx2"   ? Isa::kAvx2
+                     : name == "avx512" ? Isa::kAvx512
+                                        : Isa::kAvx512Bf16;
+  return std::min(wanted, most);
 }
 
 }  // namespace

@@ -1,137 +1,171 @@
-// What the launchers of the projections share: rows of any leading dimensions, the packed workspace, parallel loops.
+// The projections as programs of a team: rows packed, products, and what comes behind them. The ops run one of them, a
+// whole draft step runs them all.
 #pragma once
 
 #include "mtp/linear.h"
 
-#include <vector>
-
 #include "isa.h"
-#include "launch.h"
+#include "rows.h"
+#include "team.h"
 
 MTP_KERNELS(LinearKernels, linear_kernels)
 MTP_KERNELS(LinearRowsKernels, linear_rows_kernels)
 
 namespace mtp::cpu {
 
-// Where the tables of mtp/linear.h have the kernels of a type.
-inline int element_type(const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::Float:
-      return 0;
-    case ScalarType::BFloat16:
-      return 1;
-    case ScalarType::Half:
-      return 2;
-    default:
-      STD_TORCH_CHECK(false, "expected bfloat16, float16 or float32");
-  }
-}
-
-inline bool is_float(const Tensor& tensor) { return tensor.scalar_type() == ScalarType::Float; }
-
-// Where each row of x, [..., columns], begins.
-inline std::vector<const void*> row_pointers(const Tensor& x) {
-  const int64_t leading = x.dim() - 1;
-  const auto sizes = x.sizes();
-  const auto strides = x.strides();
-  const int64_t size = static_cast<int64_t>(x.element_size());
-  int64_t rows = 1;
-  for (int64_t i = 0; i < leading; ++i) {
-    rows *= sizes[i];
-  }
-  const char* data = static_cast<const char*>(x.const_data_ptr());
-  std::vector<const void*> pointers(rows);
-  for (int64_t row = 0; row < rows; ++row) {
-    int64_t offset = 0;
-    int64_t rest = row;
-    for (int64_t i = leading; i-- > 0;) {
-      offset += rest % sizes[i] * strides[i];
-      rest /= sizes[i];
-    }
-    pointers[row] = data + offset * size;
-  }
-  return pointers;
-}
-
-// A contiguous tensor with the leading dimensions and the dtype of x, not initialised.
-inline Tensor empty_rows(const Tensor& x, int64_t columns) {
-  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
-  sizes.back() = columns;
-  std::vector<int64_t> strides(sizes.size());
-  int64_t step = 1;
-  for (size_t i = sizes.size(); i-- > 0;) {
-    strides[i] = step;
-    step *= std::max<int64_t>(sizes[i], 1);
-  }
-  int32_t dtype;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
-  AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-                                                  dtype, aoti_torch_device_type_cpu(), 0, &handle));
-  return Tensor(handle);
-}
-
 inline int64_t packed_columns(int64_t columns) { return (columns + kPackedUnit - 1) / kPackedUnit * kPackedUnit; }
 
-// Calls kernel(params, begin, end) over parts of the rows.
+// kernel(params, begin, end) over all rows, some at a time.
 template <class Params>
-void for_rows(void (*kernel)(const Params&, int64_t, int64_t), const Params& params, int64_t rows, int64_t columns) {
-  for_requests(rows, columns, [&](int64_t begin, int64_t end) { kernel(params, begin, end); });
+void rows_phase(Member& member, void (*kernel)(const Params&, int64_t, int64_t), const Params& params, int64_t rows,
+                int64_t columns) {
+  constexpr int64_t kElementsPerTask = 8192;  // UNTUNED
+  const int64_t some = std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, columns));
+  member.each((rows + some - 1) / some,
+              [&](int64_t task) { kernel(params, task * some, std::min((task + 1) * some, rows)); });
 }
 
-// Calls kernel(params, begin, end) over parts of the columns of y. Each thread gets whole groups of kWeightRows, and
-// enough of them to be worth a thread.
-inline void for_columns(void (*kernel)(const LinearParams&, int64_t, int64_t), const LinearParams& p) {
+// kernel(params, begin, end) over all columns of y, in whole groups of kWeightRows.
+inline void columns_phase(Member& member, void (*kernel)(const LinearParams&, int64_t, int64_t),
+                          const LinearParams& p) {
   if (p.rows == 0) {
     return;
   }
-  // One row of 256, bf16, 2 cores: 196608 products take 9 us on one thread and 7 on two; 65536 take 2 us on one.
-  constexpr int64_t kProductsPerThread = 65536;
-  const int64_t work = std::max<int64_t>(1, kWeightRows * p.segments * p.columns * p.rows);
-  const int64_t groups = (p.out + kWeightRows - 1) / kWeightRows;
-  torch::stable::parallel_for(
-      0, groups, std::max<int64_t>(1, kProductsPerThread / work),
-      [&](int64_t begin, int64_t end) { kernel(p, begin * kWeightRows, std::min(end * kWeightRows, p.out)); });
+  constexpr int64_t kProductsPerTask = 32768;  // UNTUNED
+  const int64_t group = std::max<int64_t>(1, kWeightRows * p.segments * p.columns * std::min<int64_t>(p.rows, 4));
+  const int64_t some = std::max<int64_t>(1, kProductsPerTask / group) * kWeightRows;
+  member.each((p.out + some - 1) / some,
+              [&](int64_t task) { kernel(p, task * some, std::min((task + 1) * some, p.out)); });
 }
 
-// The params of y = x @ weight.T for x of `rows` rows in one piece, with a workspace that the caller keeps and fills.
-inline LinearParams linear_params(const Tensor& weight, int64_t rows, int64_t columns, int64_t segments,
-                                  const Tensor& workspace, const Tensor& y) {
-  LinearParams p{};
-  p.packed = data<float>(workspace);
-  p.segment_stride = packed_columns(columns);
-  p.packed_stride = segments * p.segment_stride;
-  p.segments = segments;
-  p.columns = columns;
-  p.rows = rows;
-  p.weight = weight.const_data_ptr();
-  p.weight_stride = weight.stride(0);
-  p.out = weight.size(0);
-  p.y = y.mutable_data_ptr();
-  return p;
-}
+// Rows packed by `pack`, and products with them: y = kernel(x @ weight.T).
+template <class PackParams>
+struct Project {
+  void (*pack)(const PackParams&, int64_t, int64_t);
+  void (*multiply)(const LinearParams&, int64_t, int64_t);
+  PackParams packing{};
+  LinearParams linear{};
 
-inline Tensor packed_workspace(int64_t rows, int64_t columns, int64_t segments) {
-  return empty_float({rows, segments * packed_columns(columns)});
-}
-
-// Packs the rows of x: normed, or as they are without a norm_weight; `normed` takes them rounded.
-inline void pack_rows(const Tensor& x, const std::vector<const void*>& rows, const Tensor* norm_weight, double eps,
-                      const Tensor& workspace, const Tensor* normed) {
-  NormRowsParams p{};
-  p.x = rows.data();
-  p.columns = x.size(-1);
-  p.eps = static_cast<float>(eps);
-  p.packed = data<float>(workspace);
-  p.packed_stride = packed_columns(p.columns);
-  if (norm_weight) {
-    p.norm_weight = norm_weight->const_data_ptr();
-    p.norm_weight_is_float = is_float(*norm_weight);
+  // `out` columns of y come from weight, [out or 2 * out, segments * columns].
+  void set_weight(const Tensor& weight, int64_t rows, int64_t columns, int64_t segments, int64_t out, void* y) {
+    linear.segment_stride = packed_columns(columns);
+    linear.packed_stride = segments * linear.segment_stride;
+    linear.segments = segments;
+    linear.columns = columns;
+    linear.rows = rows;
+    linear.weight = weight.const_data_ptr();
+    linear.weight_stride = weight.stride(0);
+    linear.out = out;
+    linear.y = y;
   }
-  if (normed) {
-    p.normed = normed->mutable_data_ptr();
+
+  void place(Carver& carver) {
+    float* packed = carver.take<float>(linear.rows * linear.packed_stride);
+    linear.packed = packed;
+    packing.packed = packed;
+    packing.packed_stride = linear.packed_stride;
   }
-  for_rows(linear_rows_kernels().norm[element_type(x)], p, static_cast<int64_t>(rows.size()), p.columns);
-}
+
+  int64_t products() const { return linear.rows * linear.segments * linear.columns * linear.out; }
+
+  void run(Member& member) const {
+    rows_phase(member, pack, packing, linear.rows, linear.segments * linear.columns);
+    columns_phase(member, multiply, linear);
+  }
+};
+
+// y = f(norm(x) @ weight.T); without a norm_weight x is taken as it is.
+struct NormProject : Project<NormRowsParams> {
+  Rows rows;
+
+  NormProject(Rows x, const Tensor* norm_weight, double eps, void* normed, const Tensor& weight, int64_t out, void* y)
+      : rows(std::move(x)) {
+    pack = linear_rows_kernels().norm[rows.type];
+    multiply = linear_kernels().linear[rows.type];
+    packing.columns = rows.columns;
+    packing.eps = static_cast<float>(eps);
+    packing.normed = normed;
+    linear.exact = !norm_weight || normed;
+    if (norm_weight) {
+      packing.norm_weight = norm_weight->const_data_ptr();
+      packing.norm_weight_is_float = is_float(*norm_weight);
+    }
+    set_weight(weight, rows.count, rows.columns, 1, out, y);
+  }
+
+  void place(Carver& carver) {
+    packing.x = rows.at.data();
+    Project::place(carver);
+  }
+};
+
+// y = gelu(gate) * up.
+struct NormGeglu : NormProject {
+  NormGeglu(Rows x, const Tensor& norm_weight, double eps, const Tensor& gate_up_weight, void* y)
+      : NormProject(std::move(x), &norm_weight, eps, nullptr, gate_up_weight, gate_up_weight.size(0) / 2, y) {
+    multiply = linear_kernels().geglu[rows.type];
+  }
+
+  int64_t products() const { return 2 * NormProject::products(); }
+};
+
+// y = (residual + norm(x @ weight.T) * norm_weight) * scale; without a weight x is projected already.
+struct LinearNormAdd {
+  Rows rows;
+  Rows residual;
+  std::optional<NormProject> project;
+  AddNormRowsParams add{};
+
+  LinearNormAdd(Rows x, const Tensor* weight, const Tensor& norm_weight, double eps, Rows residual_rows,
+                const Tensor* scale, void* y)
+      : rows(std::move(x)), residual(std::move(residual_rows)) {
+    if (weight) {
+      project.emplace(rows, nullptr, eps, nullptr, *weight, weight->size(0), nullptr);
+      project->multiply = linear_kernels().linear_float[rows.type];
+    }
+    add.norm_weight = norm_weight.const_data_ptr();
+    add.norm_weight_is_float = is_float(norm_weight);
+    add.eps = static_cast<float>(eps);
+    if (scale) {
+      add.scale = scale->const_data_ptr();
+      add.scale_is_float = is_float(*scale);
+    }
+    add.columns = norm_weight.size(0);
+    add.y = y;
+  }
+
+  void place(Carver& carver) {
+    add.residual = residual.at.data();
+    if (!project) {
+      add.x = rows.at.data();
+      return;
+    }
+    project->place(carver);
+    float* projected = carver.take<float>(rows.count * add.columns);
+    project->linear.y = projected;
+    add.projected = projected;
+  }
+
+  int64_t products() const { return project ? project->products() : rows.count * add.columns; }
+
+  void run(Member& member) const {
+    if (project) {
+      project->run(member);
+    }
+    rows_phase(member, linear_rows_kernels().add_norm[rows.type], add, rows.count, add.columns);
+  }
+};
+
+// y = concat(embedding of a token * scale, state) @ weight.T.
+struct PreProject : Project<EmbedRowsParams> {
+  std::vector<const void*> embed;
+  std::vector<const void*> states;
+
+  PreProject(const Tensor& token_ids, const Tensor& embed_weight, double embed_scale,
+             const std::optional<Tensor>& state, const Tensor& weight, const std::optional<Tensor>& row_index,
+             int64_t vocab_start, void* y);
+
+  void place(Carver& carver);
+};
 
 }  // namespace mtp::cpu

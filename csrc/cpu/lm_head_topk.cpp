@@ -1,44 +1,14 @@
-#include "heads.h"
+#include "lm_head.h"
 
 namespace mtp::cpu {
-namespace {
 
-struct Ranked {
-  float value;
-  int64_t id;
-
-  bool operator<(const Ranked& other) const { return value > other.value || (value == other.value && id < other.id); }
-};
-
-// One row's results from those of its chunks, in the order of the chunks.
-void finish_row(const LmHeadParams& p, int64_t r, std::vector<Ranked>& ranked, float* logprobs, int64_t* token_ids,
-                float* logsumexp) {
-  LogSum sum = p.sums[r * p.chunks];
-  for (int64_t chunk = 1; chunk < p.chunks; ++chunk) {
-    sum = heads().merge(sum, p.sums[r * p.chunks + chunk]);
-  }
-  *logsumexp = log_of(sum);
-  ranked.clear();
-  for (int64_t i = r * p.chunks * p.k; i < (r + 1) * p.chunks * p.k; ++i) {
-    ranked.push_back({p.best[i], p.best_ids[i]});
-  }
-  std::partial_sort(ranked.begin(), ranked.begin() + p.k, ranked.end());
-  for (int64_t i = 0; i < p.k; ++i) {
-    logprobs[i] = logprob(ranked[i].value, *logsumexp);
-    token_ids[i] = ranked[i].id;
-  }
-}
-
-std::tuple<Tensor, Tensor, Tensor> lm_head_topk(Tensor normed, Tensor weight, int64_t k,
-                                                std::optional<Tensor> weight_scale, std::optional<Tensor> token_map,
-                                                int64_t vocab_start, double logits_soft_cap) {
-  const LeadingRows rows(normed);
-  const int type = head_type(weight);
-  LmHeadParams p{};
-  p.x_stride = rows.padded();
+LmHeadTopK::LmHeadTopK(Rows normed, const Tensor& weight, const Tensor* weight_scale, const Tensor* token_map,
+                       int64_t vocab_start, double logits_soft_cap, TopK results)
+    : head(std::move(normed), element_type(weight)), top(results) {
+  p.x_stride = head.padded();
   p.weight = weight.const_data_ptr();
   p.weight_stride = weight.stride(0);
-  p.hidden = rows.columns;
+  p.hidden = head.rows.columns;
   p.vocab = weight.size(0);
   p.scale = weight_scale ? weight_scale->const_data_ptr<float>() : nullptr;
   if (token_map) {
@@ -48,39 +18,52 @@ std::tuple<Tensor, Tensor, Tensor> lm_head_topk(Tensor normed, Tensor weight, in
   }
   p.vocab_start = vocab_start;
   p.soft_cap = static_cast<float>(logits_soft_cap);
-  p.k = k;
+  p.k = top.k;
   p.chunks = (p.vocab + kLmHeadChunk - 1) / kLmHeadChunk;
-  STD_TORCH_CHECK(k >= 1 && k <= p.vocab, "lm_head_topk: k is out of range");
+  STD_TORCH_CHECK(p.k >= 1 && p.k <= p.vocab, "lm_head_topk: k is out of range");
+}
 
-  Tensor logprobs = empty_rows(rows, k, aoti_torch_dtype_float32());
-  Tensor token_ids = empty_rows(rows, k, aoti_torch_dtype_int64());
-  Tensor logsumexp = empty_rows(rows, -1, aoti_torch_dtype_float32());
-  const int64_t most = std::min(rows.count, kHeadRows);
-  Tensor x = empty_float({most, p.x_stride});
-  Tensor best = empty_float({most, p.chunks, k});
-  Tensor best_ids = empty_int64({most, p.chunks, k});
-  std::vector<LogSum> sums(static_cast<size_t>(most * p.chunks));
-  p.x = data<float>(x);
-  p.best = data<float>(best);
-  p.best_ids = data<int64_t>(best_ids);
-  p.sums = sums.data();
-  float* out = data<float>(logprobs);
-  int64_t* out_ids = data<int64_t>(token_ids);
-  float* totals = data<float>(logsumexp);
-  for (int64_t begin = 0; begin < rows.count; begin += kHeadRows) {
-    p.rows = std::min(kHeadRows, rows.count - begin);
-    rows.widen(begin, begin + p.rows, type, data<float>(x));
-    torch::stable::parallel_for(0, p.chunks, 1, [&](int64_t first, int64_t last) {
-      for (int64_t chunk = first; chunk < last; ++chunk) {
-        heads().lm_head_chunk[type](p, chunk);
+void LmHeadTopK::place(Carver& carver) {
+  head.place(carver);
+  p.x = head.x;
+  p.best = carver.take<float>(head.most() * p.chunks * p.k);
+  p.best_ids = carver.take<int64_t>(head.most() * p.chunks * p.k);
+  p.sums = carver.take<LogSum>(head.most() * p.chunks);
+  ranked = carver.take<float>(head.most() * p.k);
+  ranked_ids = carver.take<int64_t>(head.most() * p.k);
+}
+
+void LmHeadTopK::run(Member& member) const {
+  for (int64_t begin = 0; begin < head.rows.count; begin += kHeadRows) {
+    LmHeadParams pass = p;
+    pass.rows = std::min(kHeadRows, head.rows.count - begin);
+    head.widen(member, begin, begin + pass.rows);
+    member.each(pass.chunks, [&](int64_t chunk) { heads().lm_head_chunk[head.weight_type](pass, chunk); });
+    member.each(pass.rows, [&](int64_t r) {
+      LogSum sum = pass.sums[r * pass.chunks];  // merged in the order of the chunks
+      for (int64_t chunk = 1; chunk < pass.chunks; ++chunk) {
+        sum = heads().merge(sum, pass.sums[r * pass.chunks + chunk]);
       }
+      const int64_t first = r * pass.chunks * pass.k;
+      heads().best(pass.best + first, pass.best_ids + first, pass.chunks * pass.k, pass.k, ranked + r * pass.k,
+                   ranked_ids + r * pass.k);
+      finish_row(top, begin + r, ranked + r * pass.k, ranked_ids + r * pass.k, sum);
     });
-    std::vector<Ranked> ranked;
-    for (int64_t r = 0; r < p.rows; ++r) {
-      const int64_t row = begin + r;
-      finish_row(p, r, ranked, out + row * k, out_ids + row * k, totals + row);
-    }
   }
+}
+
+namespace {
+
+std::tuple<Tensor, Tensor, Tensor> lm_head_topk(Tensor normed, Tensor weight, int64_t k,
+                                                std::optional<Tensor> weight_scale, std::optional<Tensor> token_map,
+                                                int64_t vocab_start, double logits_soft_cap) {
+  Tensor logprobs = empty_rows(normed, k, aoti_torch_dtype_float32());
+  Tensor token_ids = empty_rows(normed, k, aoti_torch_dtype_int64());
+  Tensor logsumexp = empty_rows(normed, -1, aoti_torch_dtype_float32());
+  LmHeadTopK program(Rows(normed), weight, weight_scale ? &*weight_scale : nullptr, token_map ? &*token_map : nullptr,
+                     vocab_start, logits_soft_cap,
+                     {k, data<float>(logprobs), data<int64_t>(token_ids), data<float>(logsumexp)});
+  run_alone(program);
   return {logprobs, token_ids, logsumexp};
 }
 

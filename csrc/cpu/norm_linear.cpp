@@ -4,12 +4,9 @@ namespace mtp::cpu {
 namespace {
 
 Tensor norm_linear(Tensor x, Tensor norm_weight, double eps, Tensor weight) {
-  const std::vector<const void*> rows = row_pointers(x);
-  const int64_t count = static_cast<int64_t>(rows.size());
-  const Tensor workspace = packed_workspace(count, x.size(-1), 1);
   Tensor y = empty_rows(x, weight.size(0));
-  pack_rows(x, rows, &norm_weight, eps, workspace, nullptr);
-  for_columns(linear_kernels().linear[element_type(x)], linear_params(weight, count, x.size(-1), 1, workspace, y));
+  NormProject program(Rows(x), &norm_weight, eps, nullptr, weight, weight.size(0), y.mutable_data_ptr());
+  run_alone(program);
   return y;
 }
 

@@ -4,13 +4,11 @@ namespace mtp::cpu {
 namespace {
 
 std::tuple<Tensor, Tensor> post_project(Tensor x, Tensor norm_weight, double eps, Tensor weight) {
-  const std::vector<const void*> rows = row_pointers(x);
-  const int64_t count = static_cast<int64_t>(rows.size());
-  const Tensor workspace = packed_workspace(count, x.size(-1), 1);
   Tensor normed = empty_rows(x, x.size(-1));
   Tensor state = empty_rows(x, weight.size(0));
-  pack_rows(x, rows, &norm_weight, eps, workspace, &normed);
-  for_columns(linear_kernels().linear[element_type(x)], linear_params(weight, count, x.size(-1), 1, workspace, state));
+  NormProject program(Rows(x), &norm_weight, eps, normed.mutable_data_ptr(), weight, weight.size(0),
+                      state.mutable_data_ptr());
+  run_alone(program);
   return {normed, state};
 }
 

@@ -40,31 +40,38 @@ std::vector<const void*> state_rows(const Tensor& state, int64_t rows, const std
   return pointers;
 }
 
+}  // namespace
+
+PreProject::PreProject(const Tensor& token_ids, const Tensor& embed_weight, double embed_scale,
+                       const std::optional<Tensor>& state, const Tensor& weight, const std::optional<Tensor>& row_index,
+                       int64_t vocab_start, void* y)
+    : embed(embed_rows(token_ids, embed_weight, vocab_start)) {
+  const int type = float_type(embed_weight);
+  pack = linear_rows_kernels().embed[type];
+  multiply = linear_kernels().linear[type];
+  if (state) {
+    states = state_rows(*state, token_ids.size(1), row_index);
+  }
+  packing.embed_scale = static_cast<float>(embed_scale);
+  packing.columns = embed_weight.size(1);
+  linear.exact = true;
+  set_weight(weight, token_ids.size(0) * token_ids.size(1), packing.columns, state ? 2 : 1, weight.size(0), y);
+  packing.segment_stride = linear.segment_stride;
+}
+
+void PreProject::place(Carver& carver) {
+  packing.embed = embed.data();
+  packing.state = linear.segments == 2 ? states.data() : nullptr;
+  Project::place(carver);
+}
+
+namespace {
+
 Tensor pre_project(Tensor token_ids, Tensor embed_weight, double embed_scale, std::optional<Tensor> state,
                    Tensor weight, std::optional<Tensor> row_index, int64_t vocab_start) {
-  const int64_t batch = token_ids.size(0);
-  const int64_t rows = token_ids.size(1);
-  const int64_t backbone = embed_weight.size(1);
-  const int64_t segments = state ? 2 : 1;
-  const std::vector<const void*> embed = embed_rows(token_ids, embed_weight, vocab_start);
-  std::vector<const void*> states;
-  const Tensor workspace = packed_workspace(batch * rows, backbone, segments);
-  Tensor y = empty_of_dtype({batch, rows, weight.size(0)}, embed_weight);
-  const LinearParams linear = linear_params(weight, batch * rows, backbone, segments, workspace, y);
-  EmbedRowsParams p{};
-  p.embed = embed.data();
-  if (state) {
-    states = state_rows(*state, rows, row_index);
-    p.state = states.data();
-  }
-  p.embed_scale = static_cast<float>(embed_scale);
-  p.columns = backbone;
-  p.packed = data<float>(workspace);
-  p.packed_stride = linear.packed_stride;
-  p.segment_stride = linear.segment_stride;
-  const int type = element_type(embed_weight);
-  for_rows(linear_rows_kernels().embed[type], p, batch * rows, segments * backbone);
-  for_columns(linear_kernels().linear[type], linear);
+  Tensor y = empty_of_dtype({token_ids.size(0), token_ids.size(1), weight.size(0)}, embed_weight);
+  PreProject program(token_ids, embed_weight, embed_scale, state, weight, row_index, vocab_start, y.mutable_data_ptr());
+  run_alone(program);
   return y;
 }
 

@@ -78,7 +78,7 @@ std::tuple<Tensor, Tensor> sample_logits(Tensor logits, Tensor temperature, Tens
   p.rows = logits.size(0);
   p.columns = logits.size(1);
   p.chunks = (p.columns + kSampleChunk - 1) / kSampleChunk;
-  p.type = head_type(logits);
+  p.type = float_type(logits);
   STD_TORCH_CHECK(p.columns >= 1, "sample_logits: expected at least 1 column");
   p.logits = static_cast<const char*>(logits.const_data_ptr());
   p.logits_stride = logits.stride(0);

@@ -222,7 +222,7 @@ std::tuple<Tensor, Tensor, Tensor> verify_sample(Tensor draft_ids, Tensor retrie
   p.retrieve_index = index_view<2>(retrieve_index);
   p.retrieve_next_token = index_view<2>(retrieve_next_token);
   p.retrieve_next_sibling = index_view<2>(retrieve_next_sibling);
-  p.type = head_type(target_probs);
+  p.type = float_type(target_probs);
   p.target_probs = static_cast<const char*>(target_probs.const_data_ptr());
   const bool by_node = target_probs.dim() == 3;
   p.target_columns = by_node ? std::max<int64_t>(1, target_probs.size(1)) : 1;

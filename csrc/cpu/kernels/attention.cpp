@@ -4,7 +4,7 @@
 // each key or value is widened once for all queries of the tile.
 #include "mtp/attention.h"
 #include "mtp/attention_tiles.h"
-#include "mtp/simd_math.h"
+#include "mtp/vector_math.h"
 
 namespace mtp {
 namespace MTP_ISA {
@@ -46,19 +46,7 @@ Block<float> stage(const Block<T>& block, int64_t head_dim, int64_t width, float
   for (int64_t i = 0; i < kAttentionBlock; ++i) {
     if (i < block.count) {
       for (int64_t d = 0; d < width; d += kStep) {
-        const int64_t left = head_dim - d < kStep ? head_dim - d : kStep;
-        const T* at = block.row[i] + d;
-        Pair pair;
-        if constexpr (__is_same(T, BFloat16)) {
-          T values[kStep] = {};
-          __builtin_memcpy(values, at, static_cast<unsigned long>(left) * sizeof(T));
-          pair = load_pair(values);
-        } else if (left == kStep) {
-          pair = {load(at), load(at + kLanes)};
-        } else {
-          pair.a = load_some(at, left < kLanes ? left : kLanes);
-          pair.b = left > kLanes ? load_some(at + kLanes, left - kLanes) : Floats{};
-        }
+        const Pair pair = load_pair(block.row[i] + d, head_dim - d);
         __builtin_memcpy(staging + i * width + d, &pair, sizeof pair);
       }
       staged.row[i] = staging + i * width;
@@ -79,7 +67,7 @@ void softmax(float* scores, int64_t count, float logits_soft_cap, float* greates
     Floats values = load(scores + j);
     if (logits_soft_cap > 0.0f) {
       const Ints hidden = values == broadcast(-__builtin_inff());
-      values = select(hidden, values, tanh(values / logits_soft_cap) * logits_soft_cap);
+      values = select(hidden, values, vector_math::tanh(values / logits_soft_cap) * logits_soft_cap);
       __builtin_memcpy(scores + j, &values, sizeof values);
     }
     most = maximum(values, most);
@@ -91,12 +79,12 @@ void softmax(float* scores, int64_t count, float logits_soft_cap, float* greates
   const float base = top == -__builtin_inff() ? 0.0f : top;  // all -inf: sums of 0, not of NaN
   Floats sums = {};
   for (int64_t j = 0; j < count; j += kLanes) {
-    const Floats weights = exp(load(scores + j) - base);
+    const Floats weights = vector_math::exp(load(scores + j) - base);
     __builtin_memcpy(scores + j, &weights, sizeof weights);
     sums += weights;
   }
   *greatest = top;
-  *total = sums_of(sums, sums, sums, sums)[0];
+  *total = sum(sums);
 }
 
 template <class T, bool kStaged>
@@ -168,7 +156,7 @@ void attend_split(const AttentionParams& p, int64_t b, int64_t head, int64_t spl
 
 template <class T>
 void attend(const AttentionParams& p, int64_t b, int64_t head, int64_t split, float* scratch) {
-  if constexpr (__is_same(T, float) || __is_same(T, BFloat16)) {
+  if constexpr (sizeof(T) >= 2) {
     if (p.width == p.head_dim) {
       return attend_split<T, false>(p, b, head, split, scratch);
     }

@@ -1,6 +1,6 @@
 // What comes before and behind the splits of draft_attention: queries made ready, and splits merged into results.
 #include "mtp/attention.h"
-#include "mtp/simd_math.h"
+#include "mtp/vector_math.h"
 
 namespace mtp {
 namespace MTP_ISA {
@@ -54,7 +54,7 @@ void prepare(const AttentionParams& p, int64_t b, int64_t row, float* scratch) {
       for (int64_t j = p.num_pairs; j < i + kLanes / 2; ++j) {
         angle[j] = 0.0f;
       }
-      sine_cosine(angle + i, sine + i, cosine + i);
+      vector_math::sine_cosine(angle + i, sine + i, cosine + i);
     }
   }
   for (int64_t head = 0; head < num_heads; ++head) {
@@ -99,7 +99,7 @@ void weigh(const AttentionParams& p, const AttentionRequest& request, int64_t he
   float total = 0.0f;
   for (int64_t split = 0; split < request.splits; ++split) {
     float& weight = p.partial_max[first + split * stride];
-    weight = exp(broadcast(weight - most))[0];
+    weight = vector_math::exp(broadcast(weight - most))[0];
     total += weight * p.partial_sum[first + split * stride];
   }
   for (int64_t split = 0; split < request.splits; ++split) {

@@ -6,7 +6,7 @@
 namespace mtp::MTP_ISA {
 namespace {
 
-using vector_math::exp_negative;
+using vector_math::exp;
 using vector_math::infinity;
 using vector_math::max_of_lanes;
 using vector_math::no_nan;
@@ -14,6 +14,7 @@ using vector_math::no_nan;
 constexpr int64_t kRowBlock = 4;
 // Rows of the weight at a time: as many accumulators as half of the vector registers.
 constexpr int64_t kWeightBlock = kLanes == 16 ? 4 : 2;
+constexpr int64_t kLine = 64;  // bytes
 constexpr int64_t kTile = 16;  // rows of the weight that stay in the cache while all rows of x pass
 
 // Elements come in the order in which the parts of a weight with `parts` elements a word meet them.
@@ -25,6 +26,10 @@ void widen(const void* x, int64_t count, int parts, float* out) {
     for (int64_t i = 0; i < parts * kLanes && group + i < count; i += kLanes) {
       const int64_t left = count - group - i;
       store(values + i, left >= kLanes ? load(from + group + i) : load_some(from + group + i, left));
+    }
+    if (kHasPairDot && __is_same(T, BFloat16) && parts == 2) {
+      store_words(values, out + group);
+      continue;
     }
     for (int j = 0; j < parts; ++j) {
       for (int i = 0; i < kLanes; ++i) {
@@ -38,17 +43,26 @@ void widen(const void* x, int64_t count, int parts, float* out) {
 template <class T, int kPart, int kColumns, int kRows>
 inline void add_parts(Floats (&sums)[kColumns][kRows], const Words (&words)[kColumns], const float* x,
                       int64_t x_stride) {
+  if constexpr (kHasPairDot && __is_same(T, BFloat16)) {
+    for (int r = 0; r < kRows; ++r) {
+      const Words row = (Words)load(x + r * x_stride);
+      for (int c = 0; c < kColumns; ++c) {
+        sums[c][r] = pair_dot(sums[c][r], row, words[c]);
+      }
+    }
+    return;
+  }
   Floats rows[kRows];
   for (int r = 0; r < kRows; ++r) {
     rows[r] = load(x + r * x_stride + kPart * kLanes);
   }
   for (int c = 0; c < kColumns; ++c) {
-    const Floats w = packed::part<T, kPart>(words[c]);
+    const Floats w = part<T, kPart>(words[c]);
     for (int r = 0; r < kRows; ++r) {
       sums[c][r] += w * rows[r];
     }
   }
-  if constexpr (kPart + 1 < packed::kParts<T>) {
+  if constexpr (kPart + 1 < kParts<T>) {
     add_parts<T, kPart + 1>(sums, words, x, x_stride);
   }
 }
@@ -58,30 +72,30 @@ inline void add_parts(Floats (&sums)[kColumns][kRows], const Words (&words)[kCol
 template <class T, int kColumns, int kRows>
 inline void dot_block(const float* x, int64_t x_stride, const T* const* weight, const T* const* next, int64_t hidden,
                       float* out, int64_t out_stride) {
-  constexpr int kGroup = packed::kGroup<T>;
+  constexpr int kElements = kGroup<T>;
   Floats sums[kColumns][kRows] = {};
   Words words[kColumns];
   int64_t i = 0;
-  for (; i + kGroup <= hidden; i += kGroup) {
+  for (; i + kElements <= hidden; i += kElements) {
     for (int c = 0; c < kColumns; ++c) {
-      words[c] = packed::load_words(weight[c] + i);
+      words[c] = load_words(weight[c] + i);
     }
     if (next) {
       for (int c = 0; c < kColumns; ++c) {
-        __builtin_prefetch(next[c] + i);
+        __builtin_prefetch(next[c] + i, 0, 2);
       }
     }
     add_parts<T, 0>(sums, words, x + i, x_stride);
   }
   if (i < hidden) {
     for (int c = 0; c < kColumns; ++c) {
-      words[c] = packed::load_words_some(weight[c] + i, hidden - i);
+      words[c] = load_words_some(weight[c] + i, hidden - i);
     }
     add_parts<T, 0>(sums, words, x + i, x_stride);
   }
   for (int c = 0; c < kColumns; ++c) {
     for (int r = 0; r < kRows; ++r) {
-      out[r * out_stride + c] = packed::sum(sums[c][r]);
+      out[r * out_stride + c] = sum(sums[c][r]);
     }
   }
 }
@@ -101,29 +115,48 @@ inline void dot_rows(const float* x, int64_t x_stride, int64_t rows, const T* co
   }
 }
 
+// Where `count` rows of the weight begin, from row `start` of the result on.
+template <class T>
+inline void find_rows(const HeadDotsParams& p, int64_t start, int64_t count, const T** rows) {
+  const T* weight = static_cast<const T*>(p.weight);
+  for (int64_t i = 0; i < count; ++i) {
+    rows[i] = weight + (p.index ? p.index[start + i] : start + i) * p.weight_stride;
+  }
+}
+
+// A tile is asked for while the one before it is worked on: gathered rows lie in pages of their own, and what takes
+// long is to find those.
 template <class T>
 void dots(const HeadDotsParams& p) {
-  const T* weight = static_cast<const T*>(p.weight);
-  for (int64_t start = 0; start < p.count; start += kTile) {
-    const int64_t left = p.count - start;
-    const int64_t size = left < kTile ? left : kTile;
-    const T* rows[kTile + kWeightBlock];
-    for (int64_t i = 0; i < kTile + kWeightBlock && i < left; ++i) {
-      rows[i] = weight + (p.index ? p.index[start + i] : start + i) * p.weight_stride;
+  const T* tiles[2][kTile];
+  int64_t size = p.count < kTile ? p.count : kTile;
+  find_rows(p, 0, size, tiles[0]);
+  for (int64_t i = 0; p.index && i < size; ++i) {
+    for (int64_t j = 0; j < p.hidden; j += kLine / static_cast<int64_t>(sizeof(T))) {
+      __builtin_prefetch(tiles[0][i] + j, 0, 2);
     }
+  }
+  for (int64_t start = 0; start < p.count; start += kTile) {
+    const T* const* rows = tiles[start / kTile % 2];
+    const T** next = tiles[(start / kTile + 1) % 2];
+    const int64_t left = p.count - start - size;
+    const int64_t next_size = left < kTile ? left : kTile;
+    find_rows(p, start + size, next_size, next);
     for (int64_t r = 0; r < p.rows; r += kRowBlock) {
       const int64_t some = p.rows - r < kRowBlock ? p.rows - r : kRowBlock;
       const float* x = p.x + r * p.x_stride;
       float* out = p.out + r * p.out_stride + start;
       int64_t i = 0;
       for (; i + kWeightBlock <= size; i += kWeightBlock) {
-        const T* const* next = r == 0 && i + 2 * kWeightBlock <= left ? rows + i + kWeightBlock : nullptr;
-        dot_rows<T, kWeightBlock>(x, p.x_stride, some, rows + i, next, p.hidden, out + i, p.out_stride);
+        const bool ask = r == 0 && i + kWeightBlock <= next_size;
+        dot_rows<T, kWeightBlock>(x, p.x_stride, some, rows + i, ask ? next + i : nullptr, p.hidden, out + i,
+                                  p.out_stride);
       }
       for (; i < size; ++i) {
         dot_rows<T, 1>(x, p.x_stride, some, rows + i, nullptr, p.hidden, out + i, p.out_stride);
       }
     }
+    size = next_size;
   }
 }
 
@@ -164,9 +197,9 @@ LogSum block_sum(const float* values, int64_t count) {
   }
   Floats total{};
   for (int64_t i = 0; i < count; i += kLanes) {
-    total += exp_negative(load_value(values + i, count - i) - largest);
+    total += exp(load_value(values + i, count - i) - largest);
   }
-  return {largest, packed::sum(total)};
+  return {largest, sum(total)};
 }
 
 // Blocks of a fixed size, merged in order.
@@ -197,6 +230,23 @@ void insert(float* best, int64_t* ids, int64_t k, float value, int64_t id) {
   }
   best[place] = value;
   ids[place] = id;
+}
+
+void best_of(const float* values, const int64_t* ids, int64_t count, int64_t k, float* best, int64_t* best_ids) {
+  for (int64_t i = 0; i < k; ++i) {
+    best[i] = -__builtin_inff();
+    best_ids[i] = kNoId;
+  }
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const int64_t some = count - i < kLanes ? count - i : kLanes;
+    const Floats loaded = load_value(values + i, some);
+    if (max_of_lanes(loaded) < best[k - 1]) {
+      continue;
+    }
+    for (int64_t j = 0; j < some; ++j) {
+      insert(best, best_ids, k, loaded[j], ids ? ids[i + j] : i + j);
+    }
+  }
 }
 
 // Scale and cap, NaN as -inf; in place.
@@ -262,6 +312,7 @@ extern const HeadKernels heads;
 const HeadKernels heads = {
     {widen<float>, widen<BFloat16>, widen<Half>},
     {dots<float>, dots<BFloat16>, dots<Half>, dots<Float8E4M3>},
+    best_of,
     log_sum,
     merge,
     {lm_head_chunk<float>, lm_head_chunk<BFloat16>, lm_head_chunk<Half>, lm_head_chunk<Float8E4M3>},

@@ -1,7 +1,8 @@
 // y = x @ weight.T for a few rows of x: each weight is read from memory once for all of them.
 #include "mtp/linear.h"
 
-#include "mtp/pair.h"
+#include "mtp/packed.h"
+#include "mtp/vector_math.h"
 
 namespace mtp::MTP_ISA {
 namespace {
@@ -14,46 +15,38 @@ constexpr int kManyX = 4;                     // rows of x whose products share 
 constexpr int kManyW = kLanes == 16 ? 4 : 2;  // with so many weight rows,
 constexpr int kManyAlone = 2 * kManyW;        // or with so many when there is one row of x
 
-typedef float Quad __attribute__((vector_size(16)));
-
-// Halves are added until four lanes are left.
-inline Quad fold(Floats values) {
-#if MTP_LANES == 16
-  const auto half = __builtin_shufflevector(values, values, 0, 1, 2, 3, 4, 5, 6, 7) +
-                    __builtin_shufflevector(values, values, 8, 9, 10, 11, 12, 13, 14, 15);
-#else
-  const Floats half = values;
-#endif
-#if MTP_LANES >= 8
-  return __builtin_shufflevector(half, half, 0, 1, 2, 3) + __builtin_shufflevector(half, half, 4, 5, 6, 7);
-#else
-  return half;
-#endif
-}
-
-// The sums of 2 or 4 vectors, each with the bits of sum().
-inline Quad sums(Floats a, Floats b) {
-  const Quad x = fold(a);
-  const Quad y = fold(b);
-  const Quad half = __builtin_shufflevector(x, y, 0, 1, 4, 5) + __builtin_shufflevector(x, y, 2, 3, 6, 7);
-  return __builtin_shufflevector(half, half, 0, 2, 0, 2) + __builtin_shufflevector(half, half, 1, 3, 1, 3);
-}
-inline Quad sums(Floats a, Floats b, Floats c, Floats d) {
-  const Quad x = fold(a);
-  const Quad y = fold(b);
-  const Quad z = fold(c);
-  const Quad w = fold(d);
-  const Quad left = __builtin_shufflevector(x, y, 0, 1, 4, 5) + __builtin_shufflevector(x, y, 2, 3, 6, 7);
-  const Quad right = __builtin_shufflevector(z, w, 0, 1, 4, 5) + __builtin_shufflevector(z, w, 2, 3, 6, 7);
-  return __builtin_shufflevector(left, right, 0, 2, 4, 6) + __builtin_shufflevector(left, right, 1, 3, 5, 7);
-}
-
 // Adds the products of kX rows of x and kW weight rows over `pairs` pairs of vectors. The loops over rows are unrolled
 // by order, early enough that the sums live in registers from the first product to the last.
-template <class T, int kX, int kW>
+template <class T, bool kExact, int kX, int kW>
 inline __attribute__((always_inline)) void accumulate(Floats (&sum_of)[kX][kW], const float* x, int64_t x_stride,
                                                       const T* weight, int64_t weight_stride, int64_t pairs,
                                                       int64_t ahead) {
+  if constexpr (kHasPairDot && __is_same(T, BFloat16)) {
+    for (; pairs > 0; --pairs, x += kPair, weight += kPair) {
+      Words w[kW];
+#pragma GCC unroll 8
+      for (int j = 0; j < kW; ++j) {
+        __builtin_memcpy(&w[j], weight + j * weight_stride, sizeof w[j]);
+        __builtin_prefetch(weight + j * weight_stride + ahead, 0, 2);
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < kX; ++i) {
+        const Words high = (Words)load(x + i * x_stride);
+#pragma GCC unroll 8
+        for (int j = 0; j < kW; ++j) {
+          sum_of[i][j] = pair_dot(sum_of[i][j], high, w[j]);
+        }
+        if constexpr (!kExact) {
+          const Words low = (Words)load(x + i * x_stride + kLanes);
+#pragma GCC unroll 8
+          for (int j = 0; j < kW; ++j) {
+            sum_of[i][j] = pair_dot(sum_of[i][j], low, w[j]);
+          }
+        }
+      }
+    }
+    return;
+  }
   for (; pairs > 0; --pairs, x += kPair, weight += kPair) {
     Pair w[kW];
 #pragma GCC unroll 8
@@ -76,7 +69,7 @@ inline __attribute__((always_inline)) void accumulate(Floats (&sum_of)[kX][kW], 
 
 // tile[i][column + j] = x[i] . weight[j] for kX rows of x and kW weight rows. Each has one accumulator and takes the
 // row from its first element to the last, so its bits depend neither on kX nor on kW.
-template <class T, int kX, int kW>
+template <class T, bool kExact, int kX, int kW>
 inline void products(const LinearParams& p, const float* x, const T* weight, float (*tile)[kTile], int column) {
   Floats sum_of[kX][kW];
 #pragma GCC unroll 8
@@ -92,7 +85,7 @@ inline void products(const LinearParams& p, const float* x, const T* weight, flo
   for (int64_t segment = 0; segment < p.segments; ++segment) {
     const float* from = x + segment * p.segment_stride;
     const T* row = weight + segment * p.columns;
-    accumulate(sum_of, from, p.packed_stride, row, p.weight_stride, whole, ahead);
+    accumulate<T, kExact>(sum_of, from, p.packed_stride, row, p.weight_stride, whole, ahead);
     if (left > 0) {
       T last[kW][kPair];  // the ends of the rows, and zeros
       __builtin_memset(last, 0, sizeof last);
@@ -101,7 +94,7 @@ inline void products(const LinearParams& p, const float* x, const T* weight, flo
         __builtin_memcpy(last[j], row + j * p.weight_stride + whole * kPair,
                          static_cast<unsigned long>(left) * sizeof(T));
       }
-      accumulate(sum_of, from + whole * kPair, p.packed_stride, last[0], kPair, 1, 0);
+      accumulate<T, kExact>(sum_of, from + whole * kPair, p.packed_stride, last[0], kPair, 1, 0);
     }
   }
 #pragma GCC unroll 8
@@ -123,32 +116,40 @@ inline void products(const LinearParams& p, const float* x, const T* weight, flo
 }
 
 // tile[i][j] = x[i] . weight[first + j] for j below count <= kTile.
-template <class T, int kX>
+template <class T, bool kExact, int kX>
 void fill(const LinearParams& p, const float* x, int64_t first, int count, float (*tile)[kTile]) {
   constexpr int kW = kX == 1 ? kManyAlone : kManyW;
   const T* weight = static_cast<const T*>(p.weight) + first * p.weight_stride;
   int j = 0;
   for (; j + kW <= count; j += kW) {
-    products<T, kX, kW>(p, x, weight + j * p.weight_stride, tile, j);
+    products<T, kExact, kX, kW>(p, x, weight + j * p.weight_stride, tile, j);
   }
   for (; j < count; ++j) {
-    products<T, kX, 1>(p, x, weight + j * p.weight_stride, tile, j);
+    products<T, kExact, kX, 1>(p, x, weight + j * p.weight_stride, tile, j);
+  }
+}
+
+template <class T, bool kExact>
+void fill_rows(const LinearParams& p, int64_t row, int rows, int64_t first, int count, float (*tile)[kTile]) {
+  const float* x = p.packed + row * p.packed_stride;
+  switch (rows) {
+    case 1:
+      return fill<T, kExact, 1>(p, x, first, count, tile);
+    case 2:
+      return fill<T, kExact, 2>(p, x, first, count, tile);
+    case 3:
+      return fill<T, kExact, 3>(p, x, first, count, tile);
+    default:
+      return fill<T, kExact, kManyX>(p, x, first, count, tile);
   }
 }
 
 template <class T>
 void fill(const LinearParams& p, int64_t row, int rows, int64_t first, int count, float (*tile)[kTile]) {
-  const float* x = p.packed + row * p.packed_stride;
-  switch (rows) {
-    case 1:
-      return fill<T, 1>(p, x, first, count, tile);
-    case 2:
-      return fill<T, 2>(p, x, first, count, tile);
-    case 3:
-      return fill<T, 3>(p, x, first, count, tile);
-    default:
-      return fill<T, kManyX>(p, x, first, count, tile);
+  if (kHasPairDot && p.exact) {
+    return fill_rows<T, true>(p, row, rows, first, count, tile);
   }
+  fill_rows<T, false>(p, row, rows, first, count, tile);
 }
 
 // Calls body(row, rows, first, count) for tiles that cover all rows of x and the weight rows [begin, end).
@@ -185,34 +186,11 @@ void linear(const LinearParams& p, int64_t begin, int64_t end) {
   });
 }
 
-// e^x within 2 units in the last place; 0 below -87 (as good as 0 beside 1), infinity above 88.
-inline Floats exponential(Floats x) {
-  const Floats low = broadcast(-87.0f);
-  const Floats high = broadcast(88.0f);
-  const Floats inside = maximum(low, x < high ? x : high);  // a NaN becomes 88
-  // x = n log 2 + rest: adding 1.5 * 2^23 rounds to an integer, which then sits in the lowest bits.
-  const Floats shifter = broadcast(12582912.0f);
-  const Floats shifted = inside * 1.44269504f + shifter;
-  const Floats n = shifted - shifter;
-  const Floats rest = (inside - n * 0.693359375f) + n * 2.12194440e-4f;  // log 2 = 0.693359375 - 2.1219444e-4
-  Floats series = broadcast(1.0f / 5040);
-  series = series * rest + 1.0f / 720;
-  series = series * rest + 1.0f / 120;
-  series = series * rest + 1.0f / 24;
-  series = series * rest + 1.0f / 6;
-  series = series * rest + 0.5f;
-  series = series * rest + 1.0f;
-  series = series * rest + 1.0f;
-  const Words exponent = ((Words)shifted - as_word(12582912.0f) + 127u) << 23;
-  const Floats value = series * (Floats)exponent;
-  return select(x > high, broadcast(__builtin_inff()), select(x < low, Floats{}, value));
-}
-
 // g / 2 * (1 + tanh(z)) = g / (1 + e^(-2 z)), z = sqrt(2 / pi) * (g + 0.044715 g^3): no cancellation, and the right
 // limits where g^3 overflows.
 inline Floats gelu_tanh(Floats g) {
   const Floats minus_2z = g * (g * g * (-1.5957691216f * 0.044715f) - 1.5957691216f);
-  return g / (exponential(minus_2z) + 1.0f);
+  return g / (vector_math::exp(minus_2z) + 1.0f);
 }
 
 template <class T>

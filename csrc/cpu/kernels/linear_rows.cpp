@@ -1,6 +1,6 @@
 // What happens to whole rows before and behind a projection: RMS norm, gathering, the residual connection.
 #include "mtp/linear.h"
-#include "mtp/pair.h"
+#include "mtp/packed.h"
 
 namespace mtp::MTP_ISA {
 namespace {
@@ -27,9 +27,13 @@ float inverse_rms(const T* x, int64_t columns, float eps) {
 // NaN of the zeros that were loaded.
 template <class T>
 inline void store_packed(float* at, Pair pair, int64_t count) {
+  if constexpr (kHasPairDot && __is_same(T, BFloat16)) {
+    store_split(at, pair, count);
+    return;
+  }
   __builtin_memcpy(at, &pair, sizeof pair);
   for (int64_t i = count; i < kPair; ++i) {
-    at[__is_same(T, BFloat16) ? i % 2 * kLanes + i / 2 : i] = 0.0f;
+    at[sizeof(T) == 2 ? i % 2 * kLanes + i / 2 : i] = 0.0f;
   }
 }
 

@@ -116,7 +116,7 @@ Draw sample_chunk(const SampleChunkParams& p) {
       highest = maximum(highest, value);
       store(scaled + i, below);
       store(noisy + i, value);
-      store(powers + i, vector_math::exp_negative(below));
+      store(powers + i, vector_math::exp(below));
     }
     for (int i = 0; i < kBlock; i += kSums) {
       for (int j = 0; j < kSums; ++j) {

@@ -17,7 +17,7 @@ struct AttentionRequest {
 
 // Query i of a KV head is row i / group, head i % group of that KV head. `width` is head_dim rounded up to whole steps
 // of the kernels; what is behind head_dim is zero. With `paired` the even elements of a step come before its odd ones:
-// the order in which bf16 widens fastest.
+// the order in which 16 bits widen fastest.
 struct AttentionParams {
   int64_t batch;
   int64_t rows;

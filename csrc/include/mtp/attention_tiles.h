@@ -2,32 +2,19 @@
 #pragma once
 
 #include "mtp/attention.h"
-#include "mtp/simd.h"
+#include "mtp/packed.h"
 
 namespace mtp::MTP_ISA::attention {
 
-constexpr int64_t kStep = 2 * kLanes;
+constexpr int64_t kStep = kPair;
 constexpr int kTileQueries = kAttentionTile;
 constexpr int kTileKeys = kLanes == 16 ? 4 : 2;   // as many accumulators as the registers hold
 constexpr int kTileSteps = kLanes == 16 ? 2 : 1;  // the same, of values
-
-struct Pair {
-  Floats a, b;
-};
 
 template <int n>
 struct Constant {
   static constexpr int value = n;
 };
-
-inline Pair load_pair(const float* at) { return {load(at), load(at + kLanes)}; }
-
-// The even elements, then the odd ones: two instructions, where the order in memory takes four.
-inline Pair load_pair(const BFloat16* at) {
-  Words words;
-  __builtin_memcpy(&words, at, sizeof words);
-  return {(Floats)(words << 16), (Floats)(words & 0xffff0000u)};
-}
 
 // Into the second cache: a core has more such reads on the way than reads into the first one, and from memory that made
 // 1.2 ms of 2.4 (8192 keys of 2 heads, head_dim 512, bf16, one core).
@@ -37,28 +24,6 @@ inline void prefetch_step(const T* at) {
   for (int64_t i = 0; i < kStep; i += kLine) {
     __builtin_prefetch(at + i, 0, 2);
   }
-}
-
-typedef float Four __attribute__((vector_size(16)));
-
-inline Four fold(Floats v) {
-#if MTP_LANES == 16
-  const auto half = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
-                    __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
-  return __builtin_shufflevector(half, half, 0, 1, 2, 3) + __builtin_shufflevector(half, half, 4, 5, 6, 7);
-#elif MTP_LANES == 8
-  return __builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7);
-#else
-  return v;
-#endif
-}
-
-// The sums of the lanes of each. By shuffles of small vectors: `sum` of simd.h goes through memory in some compilers.
-inline Four sums_of(Floats a, Floats b, Floats c, Floats d) {
-  const Four p = fold(a), q = fold(b), r = fold(c), s = fold(d);
-  const Four pq = __builtin_shufflevector(p, q, 0, 4, 1, 5) + __builtin_shufflevector(p, q, 2, 6, 3, 7);
-  const Four rs = __builtin_shufflevector(r, s, 0, 4, 1, 5) + __builtin_shufflevector(r, s, 2, 6, 3, 7);
-  return __builtin_shufflevector(pq, rs, 0, 1, 4, 5) + __builtin_shufflevector(pq, rs, 2, 3, 6, 7);
 }
 
 // A block of rows of a cache, one KV head: `count` rows, and the last again behind them.
@@ -74,7 +39,7 @@ struct Block {
 template <class T, int kQueries, bool kPrefetch>
 inline void score_tile(const T* const* keys, const T* const* next, const float* queries, int64_t width, float* scores,
                        int64_t score_stride) {
-  Floats sums[kQueries][kTileKeys] = {};
+  Floats totals[kQueries][kTileKeys] = {};
   for (int64_t d = 0; d < width; d += kStep) {
     Pair key[kTileKeys];
     for (int j = 0; j < kTileKeys; ++j) {
@@ -86,16 +51,16 @@ inline void score_tile(const T* const* keys, const T* const* next, const float* 
     for (int i = 0; i < kQueries; ++i) {
       const Pair query = load_pair(queries + d * kQueries + i * kStep);
       for (int j = 0; j < kTileKeys; ++j) {
-        sums[i][j] += key[j].a * query.a;
+        totals[i][j] += key[j].first * query.first;
       }
       for (int j = 0; j < kTileKeys; ++j) {
-        sums[i][j] += key[j].b * query.b;
+        totals[i][j] += key[j].second * query.second;
       }
     }
   }
   for (int i = 0; i < kQueries; ++i) {
     constexpr int kLast = kTileKeys - 1;
-    const Four tile = sums_of(sums[i][0], sums[i][1], sums[i][kLast == 3 ? 2 : 0], sums[i][kLast]);
+    const Quad tile = sums(totals[i][0], totals[i][1], totals[i][kLast == 3 ? 2 : 0], totals[i][kLast]);
     __builtin_memcpy(scores + i * score_stride, &tile, kTileKeys * sizeof(float));
   }
 }
@@ -131,8 +96,8 @@ inline void add_tile(const Block<T>& values, const Block<T>& next, int64_t d, co
     for (int i = 0; i < kQueries; ++i) {
       const Floats weight = broadcast(weights[i * weight_stride + j]);
       for (int s = 0; s < kSteps; ++s) {
-        total[i][s].a += weight * value[s].a;
-        total[i][s].b += weight * value[s].b;
+        total[i][s].first += weight * value[s].first;
+        total[i][s].second += weight * value[s].second;
       }
     }
   }

@@ -58,6 +58,9 @@ struct HeadKernels {
   void (*widen[3])(const void* x, int64_t count, int parts, float* out);
   // A product's bits depend on its row, its row of the weight and their length alone.
   void (*dots[4])(const HeadDotsParams& p);
+  // The k best of `count` values in order: higher value first, NaN as -inf, then the lower id. Their ids are ids[i], or
+  // i.
+  void (*best)(const float* values, const int64_t* ids, int64_t count, int64_t k, float* best, int64_t* best_ids);
   LogSum (*log_sum)(const float* values, int64_t count);
   LogSum (*merge)(LogSum a, LogSum b);
   void (*lm_head_chunk[4])(const LmHeadParams& p, int64_t chunk);

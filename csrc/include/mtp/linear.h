@@ -3,7 +3,8 @@
 // The rows to be multiplied are first packed as fp32 into a workspace (normed, gathered, or just widened), so that the
 // products read each weight once for all of them. A packed row is `segments` pieces of `columns` floats, each at a
 // multiple of packed_columns(columns), zeros behind it up to a whole pair of vectors; the order within a pair is that
-// of mtp/pair.h.
+// of mtp/packed.h. Where the processor multiplies pairs of bf16 (kHasPairDot), what meets a weight of bf16 is packed as
+// two bf16 that add up to the value: in the place of a pair, a vector of the first ones and one of the rests.
 #pragma once
 
 #include <stdint.h>
@@ -50,7 +51,8 @@ struct LinearParams {
   const void* weight;     // [out, segments * columns], or [2 * out, ...] for geglu: the gate's rows, then up's
   int64_t weight_stride;  // in elements
   int64_t out;
-  void* y;  // [rows, out], contiguous
+  void* y;     // [rows, out], contiguous
+  bool exact;  // the packed rows are of the weight's type, not sums of two such
 };
 
 struct AddNormRowsParams {

@@ -6,6 +6,9 @@
 #pragma once
 
 #include <stdint.h>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
 
 #if !defined(MTP_ISA) || !defined(MTP_LANES)
 #error "simd.h is for csrc/cpu/kernels, which the build compiles once for each instruction set"
@@ -34,6 +37,18 @@ typedef int32_t Ints __attribute__((vector_size(4 * MTP_LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * MTP_LANES)));
 typedef uint16_t Shorts __attribute__((vector_size(2 * MTP_LANES)));
 typedef uint8_t Bytes __attribute__((vector_size(MTP_LANES)));
+
+// Whether there is an instruction for sums of products of bf16 pairs.
+#if defined(__AVX512BF16__) && MTP_LANES == 16
+constexpr bool kHasPairDot = true;
+
+// sum + a.even * b.even + a.odd * b.odd in every lane, exact products of bf16 added in fp32. Subnormals count as zero.
+inline Floats pair_dot(Floats sum, Words a, Words b) {
+  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+#else
+constexpr bool kHasPairDot = false;
+#endif
 
 inline Floats broadcast(float value) { return Floats{} + value; }
 inline Words broadcast_word(uint32_t value) { return Words{} + value; }
@@ -156,14 +171,44 @@ inline void store(T* at, Floats values) {
   store_some(at, values, kLanes);
 }
 
+typedef float Quad __attribute__((vector_size(16)));
+
+// Halves are added until four lanes are left.
+inline Quad fold(Floats values) {
+#if MTP_LANES == 16
+  const auto half = __builtin_shufflevector(values, values, 0, 1, 2, 3, 4, 5, 6, 7) +
+                    __builtin_shufflevector(values, values, 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+  const Floats half = values;
+#endif
+#if MTP_LANES >= 8
+  return __builtin_shufflevector(half, half, 0, 1, 2, 3) + __builtin_shufflevector(half, half, 4, 5, 6, 7);
+#else
+  return half;
+#endif
+}
+
 // The sum of the lanes, always in the same order: halves are added until one is left.
 inline float sum(Floats values) {
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int i = 0; i < width; ++i) {
-      values[i] += values[i + width];
-    }
-  }
-  return values[0];
+  const Quad four = fold(values);
+  return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+// The sums of 2 vectors (each of them twice) or of 4, each with the bits of sum().
+inline Quad sums(Floats a, Floats b) {
+  const Quad x = fold(a);
+  const Quad y = fold(b);
+  const Quad half = __builtin_shufflevector(x, y, 0, 1, 4, 5) + __builtin_shufflevector(x, y, 2, 3, 6, 7);
+  return __builtin_shufflevector(half, half, 0, 2, 0, 2) + __builtin_shufflevector(half, half, 1, 3, 1, 3);
+}
+inline Quad sums(Floats a, Floats b, Floats c, Floats d) {
+  const Quad x = fold(a);
+  const Quad y = fold(b);
+  const Quad z = fold(c);
+  const Quad w = fold(d);
+  const Quad left = __builtin_shufflevector(x, y, 0, 1, 4, 5) + __builtin_shufflevector(x, y, 2, 3, 6, 7);
+  const Quad right = __builtin_shufflevector(z, w, 0, 1, 4, 5) + __builtin_shufflevector(z, w, 2, 3, 6, 7);
+  return __builtin_shufflevector(left, right, 0, 2, 4, 6) + __builtin_shufflevector(left, right, 1, 3, 5, 7);
 }
 
 }  // namespace MTP_ISA

@@ -1,0 +1,137 @@
+// Threads that go through the phases of a computation together: one parallel region for all of them, since starting one
+// costs as much as a small phase.
+#pragma once
+
+#include <atomic>
+#include <thread>
+
+#include "launch.h"
+
+namespace mtp::cpu {
+
+class Member;
+
+// What the members share. No member waits for a thread that has not started: whoever is there takes all the tasks.
+class Team {
+  friend class Member;
+
+  static constexpr int kPhaseShift = 32;
+  alignas(64) std::atomic<uint64_t> next_{0};  // the phase, and its first task that nobody has taken
+  alignas(64) std::atomic<int64_t> done_{0};   // tasks of the phase that are finished
+  std::atomic<int64_t> members_{0};
+};
+
+// One thread's way through the phases; every member calls `each` with the same numbers of tasks.
+class Member {
+ public:
+  Member() = default;
+  explicit Member(Team& team) : team_(&team), index_(team.members_.fetch_add(1)) {}
+
+  // Below the number of threads that run_team was asked for.
+  int64_t index() const { return index_; }
+
+  // Calls body(task) for the tasks that this thread gets, and returns when all threads have done theirs. The body must
+  // not throw: the others would wait for ever.
+  template <class Body>
+  void each(int64_t tasks, const Body& body) {
+    if (!team_) {
+      for (int64_t task = 0; task < tasks; ++task) {
+        body(task);
+      }
+      return;
+    }
+    if (tasks == 0) {
+      return;
+    }
+    const uint64_t phase = phase_++;
+    uint64_t seen = team_->next_.load(std::memory_order_acquire);
+    while (seen >> Team::kPhaseShift == phase && static_cast<int64_t>(seen & 0xffffffffu) < tasks) {
+      if (!team_->next_.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel, std::memory_order_acquire)) {
+        continue;
+      }
+      body(static_cast<int64_t>(seen & 0xffffffffu));
+      if (team_->done_.fetch_add(1, std::memory_order_acq_rel) + 1 == tasks) {
+        team_->done_.store(0, std::memory_order_relaxed);
+        team_->next_.store((phase + 1) << Team::kPhaseShift, std::memory_order_release);
+        return;
+      }
+      seen = team_->next_.load(std::memory_order_acquire);
+    }
+    wait(phase);
+  }
+
+ private:
+  void wait(uint64_t phase) const {
+    constexpr int kSpins = 4096;  // some tens of microseconds; longer, and the other thread may need this core
+    for (int spins = 0; team_->next_.load(std::memory_order_acquire) >> Team::kPhaseShift == phase; ++spins) {
+      if (spins >= kSpins) {
+        std::this_thread::yield();
+        continue;
+      }
+#if defined(__x86_64__)
+      __builtin_ia32_pause();
+#elif defined(__aarch64__)
+      __asm__ volatile("yield");
+#endif
+    }
+  }
+
+  Team* team_ = nullptr;  // null: alone
+  int64_t index_ = 0;
+  uint64_t phase_ = 0;
+};
+
+// Calls program(member) on at most `threads` of torch's threads.
+template <class Program>
+void run_team(int64_t threads, const Program& program) {
+  if (threads <= 1) {
+    Member alone;
+    program(alone);
+    return;
+  }
+  Team team;
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    Member member(team);
+    program(member);
+  });
+}
+
+// Threads that are worth starting for so many products.
+inline int64_t threads_for(int64_t products) {
+  // One row of 256, bf16, 2 cores: 196608 products take 9 us on one thread and 7 on two; 65536 take 2 us on one.
+  constexpr int64_t kProductsPerThread = 65536;
+  return std::clamp<int64_t>(products / kProductsPerThread, 1, std::max<int64_t>(1, torch::stable::get_num_threads()));
+}
+
+// Cuts one allocation into arrays, each from a cache line's start. Without a base it only counts.
+class Carver {
+ public:
+  explicit Carver(char* base) : base_(base) {}
+
+  template <class T>
+  T* take(int64_t count) {
+    constexpr int64_t kLine = 64;
+    T* array = base_ ? reinterpret_cast<T*>(base_ + bytes_) : nullptr;
+    bytes_ += (count * static_cast<int64_t>(sizeof(T)) + kLine - 1) / kLine * kLine;
+    return array;
+  }
+
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  char* base_;
+  int64_t bytes_ = 0;
+};
+
+// Runs one program: its workspace is cut by program.place(carver), program.products() says how much work it is.
+template <class Program>
+void run_alone(Program& program) {
+  Carver count(nullptr);
+  program.place(count);
+  const Tensor workspace = empty({std::max<int64_t>(1, count.bytes())}, aoti_torch_dtype_uint8());
+  Carver carver(data<char>(workspace));
+  program.place(carver);
+  run_team(threads_for(program.products()), [&](Member& member) { program.run(member); });
+}
+
+}  // namespace mtp::cpu
