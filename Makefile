@@ -10,7 +10,7 @@ SOURCES := $(shell find $(PACKAGED) -type f -not -path '*/__pycache__/*' -not -p
 	setup.py CMakeLists.txt pyproject.toml $(wildcard README.md LICENSE)
 CPP := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test build sanitize lint format clean
+.PHONY: demo test test-transformers-5.17 build sanitize lint format clean
 
 # Watch the example pair decode with and without drafting.
 demo: $(VENV)/.installed
@@ -19,6 +19,11 @@ demo: $(VENV)/.installed
 # The tests test the installed package, not this folder; a process a core, a file of tests in one of them.
 test: $(VENV)/.installed
 	$(BIN)/pytest -n auto --dist loadfile tests $(ARGS)
+
+# What runs inside transformers, on the oldest version that is supported.
+test-transformers-5.17: $(VENV)/.installed
+	$(PIP) install --upgrade --target $(VENV)/transformers-5.17 transformers==5.17.0 'numpy<2.4'
+	PYTHONPATH=$(VENV)/transformers-5.17 $(BIN)/pytest tests/test_accelerate.py tests/test_generate.py $(ARGS)
 
 # The compiled parts, in place: for running from this folder with PYTHONPATH=. MTP_TEST_SOURCE=1.
 build: $(VENV)/.tools

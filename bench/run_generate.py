@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -12,8 +11,7 @@ from torch import Tensor
 
 from ..demo.pair import DemoError, Pair, load_pair, pair_directory
 from ..demo.pair import _quiet_transformers as quiet_transformers
-from ..demo.stats import summarize
-from ..integrations.greedy import decode_greedy, greedy_reference
+from ..generation import GenerationOutput, generate
 from .case import Candidate, Case, Unsupported
 from .checks import Verdict
 from .served import served_by
@@ -42,7 +40,7 @@ class GenerateProblem:
             raise Unsupported(str(error)) from error
         self.inputs = GenerateInputs(pair, prompt)
         self.sets = [self.inputs]
-        self.expected = greedy_reference(pair.model, prompt, NEW_TOKENS)
+        self.expected = pair.greedy(prompt, NEW_TOKENS)
 
     def check(self, number: int, results: tuple[Any, ...]) -> Verdict:
         ids = results[0].tolist()
@@ -54,7 +52,7 @@ class GenerateProblem:
 
 def candidates(case: Case, problem: GenerateProblem, setting: Setting) -> list[Candidate]:
     """Drafting with chains and trees, the target alone, and transformers' own assisted generation."""
-    served = served_by(lambda: list(islice(_rounds(case.topk, problem.inputs), 2)))  # the prefill and one round
+    served = served_by(lambda: _generate(case.topk, problem.inputs, 3))  # the prefill and a round that drafts
     found = [Candidate("mtp", _drafting(case.topk), _ids, served, capturable=False)]
     if case.topk == 1:
         found.append(Candidate("target alone", _alone, _ids, capturable=False))
@@ -64,25 +62,26 @@ def candidates(case: Case, problem: GenerateProblem, setting: Setting) -> list[C
 
 
 def tokens_per_round(case: Case, one: GenerateInputs) -> float:
-    return summarize(list(_rounds(case.topk, one)), case.num_steps).tokens_per_round
+    return _generate(case.topk, one, NEW_TOKENS).statistics.tokens_per_round
 
 
 def _drafting(topk: int) -> Callable[[GenerateInputs], Callable[[], Any]]:
     def bind(one: GenerateInputs) -> Callable[[], Any]:
-        return lambda: [token for r in _rounds(topk, one) for token in r.token_ids]
+        return lambda: _generate(topk, one, NEW_TOKENS).token_ids[0]
 
     return bind
 
 
-def _rounds(topk: int, one: GenerateInputs) -> Any:
+def _generate(topk: int, one: GenerateInputs, max_new_tokens: int) -> GenerationOutput:
     nodes = None if topk == 1 else NODES
-    return decode_greedy(
-        one.pair.model, one.pair.weights, one.prompt, NEW_TOKENS, topk=topk, num_draft_tokens=nodes
+    return generate(
+        one.pair.model, one.pair.weights, one.prompt[None], max_new_tokens=max_new_tokens, topk=topk,
+        num_draft_tokens=nodes,
     )
 
 
 def _alone(one: GenerateInputs) -> Callable[[], Any]:
-    return lambda: greedy_reference(one.pair.model, one.prompt, NEW_TOKENS)
+    return lambda: one.pair.greedy(one.prompt, NEW_TOKENS)
 
 
 def _assisted(one: GenerateInputs) -> Callable[[], Any]:

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 import transformers
 
+from mtp_kernels import generate
 from mtp_kernels.demo.pair import HEADS, Pair, load_pair
-from mtp_kernels.demo.stats import summarize
-from mtp_kernels.integrations.greedy import decode_greedy, greedy_reference
+from mtp_kernels.generation import GenerationStatistics
 
 SHAPES = {"chain": {"topk": 1}, "tree": {"topk": 4, "num_draft_tokens": 16}}
 
@@ -47,7 +47,7 @@ def main() -> int:
     for head in HEADS:
         pair = load_pair(args.pair, head, args.device)
         prompts = held_out_prompts(pair, args.prompt_tokens, args.prompts_per_module)
-        plain = [greedy_reference(pair.model, p, args.new_tokens, [pair.eos_id]) for p in prompts]
+        plain = [pair.greedy(p, args.new_tokens, [pair.eos_id]) for p in prompts]
         for shape, options in SHAPES.items():
             result = measure(pair, prompts, plain, args, options)
             record["results"].append({"head": head, "shape": shape, **options, "steps": args.steps, **result})
@@ -70,23 +70,17 @@ def held_out_prompts(pair: Pair, length: int, per_module: int) -> list[torch.Ten
 
 def measure(pair: Pair, prompts: list[torch.Tensor], plain: list[list[int]], args: argparse.Namespace, options: dict
             ) -> dict:
-    stop = torch.tensor([pair.eos_id], device=args.device)
-    rounds, equal = [], 0
     start = time.perf_counter()
-    for prompt, expected in zip(prompts, plain):
-        made = list(
-            decode_greedy(
-                pair.model, pair.weights, prompt, args.new_tokens, num_steps=args.steps, stop_ids=stop, **options
-            )
-        )
-        equal += [t for r in made for t in r.token_ids] == expected
-        rounds += made
-    summary = summarize(rounds, args.steps).as_dict()
+    made = [
+        generate(pair.model, pair.weights, prompt[None], max_new_tokens=args.new_tokens, num_steps=args.steps,
+                 stop_ids=[pair.eos_id], **options)
+        for prompt in prompts
+    ]
     return {
         "prompts": len(prompts),
-        "prompts_equal_to_greedy": equal,
-        "generated_tokens": sum(len(r.token_ids) for r in rounds),
-        **summary,
+        "prompts_equal_to_greedy": sum(out.token_ids[0] == expected for out, expected in zip(made, plain)),
+        "generated_tokens": sum(len(out.token_ids[0]) for out in made),
+        **sum((out.statistics for out in made), GenerationStatistics()).as_dict(),
         "seconds": time.perf_counter() - start,
     }
 

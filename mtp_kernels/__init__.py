@@ -9,6 +9,7 @@ from . import _source_tree, ops
 from ._report import report, supports
 from .captured import CapturedDraft, DraftBuffers
 from .draft import DraftTree, draft, draft_step
+from .generation import GenerationOutput, PagedCache, generate
 from .heads import merge_topk, quantize_lm_head, reorder_lm_head
 from .kv_view import KVView
 from .ops import ArgumentError, ImplementationError
@@ -21,10 +22,13 @@ __all__ = [
     "CheckpointError",
     "DraftBuffers",
     "DraftTree",
+    "GenerationOutput",
     "ImplementationError",
     "KVView",
+    "PagedCache",
     "draft",
     "draft_step",
+    "generate",
     "merge_topk",
     "ops",
     "quantize_lm_head",

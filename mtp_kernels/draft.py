@@ -153,6 +153,13 @@ def hidden_step(
     x = ops.pre_project(
         token_ids, weights.embed_weight, weights.embed_scale, state, weights.pre_projection, row_index=row_index
     )  # [batch, rows, hidden]
+    return layers_step(weights, kv, x, positions)
+
+
+def layers_step(
+    weights: AssistantWeights, kv: Mapping[str, KVView], x: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The layers over x [batch, rows, hidden], already projected: (normed [batch, rows, hidden], state)."""
     for layer in weights.layers:
         x = _layer(layer, kv[layer.layer_type], x, positions, weights.norm_eps)
     return ops.post_project(x, weights.norm, weights.norm_eps, weights.post_projection)

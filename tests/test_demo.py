@@ -1,4 +1,4 @@
-"""The demo and the example pair: drafting changes no token, the command's forms and errors."""
+"""The demo: the command's forms and errors."""
 
 from __future__ import annotations
 
@@ -6,75 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from harness import forced
 
 pytest.importorskip("transformers")
 
 from mtp_kernels.cli import main
-from mtp_kernels.demo.pair import HEADS, Pair, load_pair, pair_directory
-from mtp_kernels.demo.stats import summarize
-from mtp_kernels.integrations.greedy import Round, decode_greedy, greedy_reference
-
-SHAPES = {
-    "chain": {"num_steps": 4},
-    "chain cut": {"num_steps": 4, "num_draft_tokens": 3},
-    "tree": {"num_steps": 4, "topk": 4, "num_draft_tokens": 16},
-    "whole tree": {"num_steps": 2, "topk": 2},
-}
-
-
-@pytest.fixture(scope="module", params=HEADS)
-def pair(request: pytest.FixtureRequest) -> Pair:
-    return load_pair(pair_directory(), request.param)
-
-
-def test_output_equals_greedy_on_every_held_out_module(pair: Pair) -> None:
-    stop = torch.tensor([pair.eos_id])
-    for module in pair.held_out:
-        prompt = pair.held_out_prompt(module, 120)
-        plain = greedy_reference(pair.model, prompt, 24, [pair.eos_id])
-        for name in ("chain", "tree"):
-            rounds = list(decode_greedy(pair.model, pair.weights, prompt, 24, stop_ids=stop, **SHAPES[name]))
-            assert [t for r in rounds for t in r.token_ids] == plain, (module, name)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("length", [1, 2, 63, 64, 65])
-def test_short_prompts_and_lengths_around_the_window(pair: Pair, shape: str, length: int) -> None:
-    prompt = pair.held_out_prompt(pair.held_out[1], length)
-    plain = greedy_reference(pair.model, prompt, 9)
-    rounds = list(decode_greedy(pair.model, pair.weights, prompt, 9, **SHAPES[shape]))
-    assert [t for r in rounds for t in r.token_ids] == plain
-
-
-def test_drafting_pays(pair: Pair) -> None:
-    """A drafter that never agrees makes 1 token a round; the trained one makes clearly more."""
-    rounds = []
-    for module in pair.held_out[:3]:
-        rounds += decode_greedy(pair.model, pair.weights, pair.held_out_prompt(module, 200), 64)
-    assert summarize(rounds, 4).tokens_per_round > 1.8
-
-
-def test_a_stop_inside_a_round_ends_the_output(pair: Pair) -> None:
-    prompt = pair.held_out_prompt(pair.held_out[0], 150)
-    plain = greedy_reference(pair.model, prompt, 40)
-    rounds = list(decode_greedy(pair.model, pair.weights, prompt, 40))
-    inside = next(r.token_ids[0] for r in rounds if len(r.token_ids) > 2)
-    stopped = list(decode_greedy(pair.model, pair.weights, prompt, 40, stop_ids=torch.tensor([inside])))
-    assert [t for r in stopped for t in r.token_ids] == plain[: plain.index(inside) + 1]
-
-
-def test_summarize_counts_depths() -> None:
-    rounds = [
-        Round([1], 0, 0, 0.0, 2.0),
-        Round([1, 2, 3], 2, 4, 1.0, 3.0),
-        Round([4], 0, 4, 1.0, 3.0),
-    ]
-    summary = summarize(rounds, 4)
-    assert (summary.rounds, summary.tokens, summary.tokens_per_round) == (2, 4, 2.0)
-    assert summary.accepted_per_position == [0.5, 0.5, 0.0, 0.0]
-    assert (summary.prefill_seconds, summary.draft_seconds, summary.verify_seconds) == (2.0, 2.0, 6.0)
 
 
 @pytest.mark.parametrize("options", [[], ["--topk", "4", "--steps", "3", "--head", "dense"]])
@@ -135,7 +71,7 @@ def test_a_long_prompt_file_is_cut_to_its_end(tmp_path: Path, capsys: pytest.Cap
 def test_an_implementation_that_cannot_serve_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with forced("triton"):
         assert main(["demo", "--json", "--max-new-tokens", "4"]) == 2
-    assert "pre_project: MTP_FORCE_IMPL=triton: " in capsys.readouterr().err
+    assert "verify_greedy: MTP_FORCE_IMPL=triton: " in capsys.readouterr().err
 
 
 def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

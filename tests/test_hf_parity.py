@@ -17,7 +17,7 @@ from torch import Tensor
 from mtp_kernels import draft
 from mtp_kernels.demo.pair import HEADS, load_pair, pair_directory
 from mtp_kernels.draft import hidden_step
-from mtp_kernels.integrations.target import TargetSession
+from mtp_kernels.generation._target import Target
 from mtp_kernels.weights import PRESETS
 
 STEPS = 5
@@ -87,16 +87,18 @@ def test_trained_pair_on_its_targets_kv(head: str) -> None:
         pair_directory() / f"assistant-{head}", dtype=torch.float32, local_files_only=True
     ).eval()
     for length in lengths_around(loaded.model.config.sliding_window):
-        session = TargetSession(loaded.model)
-        seed_ids, seed_state = session.prefill(loaded.held_out_prompt(loaded.held_out[0], length))
+        target = Target(loaded.model)
+        target.open_cache([length], page_size=length)
+        logits, seed_state = target.prefill([0], [loaded.held_out_prompt(loaded.held_out[0], length)])
         check_chain(
-            Pair(assistant, loaded.model.model.embed_tokens, loaded.weights), committed(session), seed_ids, seed_state
+            Pair(assistant, loaded.model.model.embed_tokens, loaded.weights), committed(target), logits.argmax(-1),
+            seed_state,
         )
 
 
-def committed(session: TargetSession) -> CommittedKV:
-    """The session's KV in the layout of transformers: the views are one page a request, [1, length, heads, dim]."""
-    views: dict[str, Any] = session.kv()
+def committed(target: Target) -> CommittedKV:
+    """The target's KV in the layout of transformers: the only request is one page, [1, length, heads, dim]."""
+    views: dict[str, Any] = target.kv([0], ["sliding_attention", "full_attention"])
     k = {name: view.k_cache.transpose(1, 2) for name, view in views.items()}
     v = {name: view.v_cache.transpose(1, 2) for name, view in views.items()}
-    return CommittedKV((session.committed,), k, v)
+    return CommittedKV((target.cache.lengths[0],), k, v)

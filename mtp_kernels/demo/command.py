@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,8 @@ import torch
 from torch import Tensor
 
 from ..draft import num_candidates
-from ..integrations.greedy import Round, decode_greedy, greedy_reference
+from ..generation import GenerationChunk, GenerationOutput, GenerationStatistics, generate
 from .pair import HEADS, DemoError, Pair, load_pair, pair_directory
-from .stats import Summary, summarize
 
 PROMPT_TOKENS = 200
 MOST_PROMPT_TOKENS = 1024  # of a prompt file: the target's masks are dense, so a whole book would not end
@@ -39,20 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the demo; 0 when its output equals plain greedy decoding (or was not compared), 1 when it does not."""
     pair, prompt = _load(args)
-    nodes = _nodes(args)
-    rounds = decode_greedy(
-        pair.model, pair.weights, prompt, args.max_new_tokens,
-        num_steps=args.steps, topk=args.topk, num_draft_tokens=nodes,
-        stop_ids=torch.tensor([pair.eos_id], device=prompt.device),
-    )
-    seen = list(rounds) if args.json else _show(pair, prompt, rounds, args)
-    summary = summarize(seen, min(args.steps, (nodes or args.steps + 1) - 1))
-    ids = [token for one in seen for token in one.token_ids]
+    out = _generate(pair, prompt, args) if args.json else _show(pair, prompt, args)
+    ids, statistics = out.token_ids[0], out.statistics
     check = {} if args.no_check else _check_against_greedy(pair, prompt, ids, args.max_new_tokens)
     if args.json:
-        print(json.dumps(_as_json(pair, summary, ids, check, args)))
+        print(json.dumps(_as_json(pair, statistics, ids, check, args)))
     else:
-        _show_summary(summary, check)
+        _show_summary(statistics, check)
     return 0 if check.get("equals_greedy", True) else 1
 
 
@@ -105,17 +98,27 @@ def _nodes(args: argparse.Namespace) -> int | None:
     return args.nodes
 
 
-def _show(pair: Pair, prompt: Tensor, rounds: Any, args: argparse.Namespace) -> list[Round]:
+def _generate(
+    pair: Pair, prompt: Tensor, args: argparse.Namespace, callback: Callable[[GenerationChunk], None] | None = None
+) -> GenerationOutput:
+    return generate(
+        pair.model, pair.weights, prompt[None], max_new_tokens=args.max_new_tokens, num_steps=args.steps,
+        topk=args.topk, num_draft_tokens=_nodes(args), stop_ids=[pair.eos_id], callback=callback,
+    )
+
+
+def _show(pair: Pair, prompt: Tensor, args: argparse.Namespace) -> GenerationOutput:
     from rich.console import Console
 
-    from .display import show_prompt, show_rounds
+    from .display import LiveText, show_prompt
 
     console = Console()
     show_prompt(console, pair.decode(prompt.tolist()))
-    return show_rounds(console, pair, rounds, args.max_new_tokens)
+    with LiveText(console, pair, args.max_new_tokens) as live:
+        return _generate(pair, prompt, args, live.add)
 
 
-def _show_summary(summary: Summary, check: dict[str, Any]) -> None:
+def _show_summary(statistics: GenerationStatistics, check: dict[str, Any]) -> None:
     from rich.console import Console
 
     from .display import summary_table
@@ -123,22 +126,21 @@ def _show_summary(summary: Summary, check: dict[str, Any]) -> None:
     extra: dict[str, str] = {}
     if check:
         extra["same text as plain greedy"] = "yes" if check["equals_greedy"] else "NO"
-        whole = summary.prefill_seconds + summary.draft_seconds + summary.verify_seconds
-        extra["whole time, drafting"] = f"{whole:.2f} s"
+        extra["whole time, drafting"] = f"{statistics.seconds:.2f} s"
         extra["whole time, plain greedy"] = f"{check['greedy_seconds']:.2f} s"
-    Console().print(summary_table(summary, extra))
+    Console().print(summary_table(statistics, extra))
 
 
 def _check_against_greedy(pair: Pair, prompt: Tensor, ids: list[int], max_new_tokens: int) -> dict[str, Any]:
     start = time.perf_counter()
-    plain = greedy_reference(pair.model, prompt, max_new_tokens, [pair.eos_id])
+    plain = pair.greedy(prompt, max_new_tokens, [pair.eos_id])
     return {"equals_greedy": plain == ids, "greedy_seconds": time.perf_counter() - start}
 
 
 def _as_json(
-    pair: Pair, summary: Summary, ids: list[int], check: dict[str, Any], args: argparse.Namespace
+    pair: Pair, statistics: GenerationStatistics, ids: list[int], check: dict[str, Any], args: argparse.Namespace
 ) -> dict[str, Any]:
-    figures = summary.as_dict()
+    figures = statistics.as_dict()
     if "greedy_seconds" in check:
         figures["times"]["greedy_seconds"] = check["greedy_seconds"]
     return {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from types import TracebackType
 from typing import Any
 
 from rich.console import Console, Group
@@ -11,36 +11,52 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from ..integrations.greedy import Round
+from ..generation import GenerationChunk, GenerationStatistics
 from .pair import Pair
-from .stats import Summary
 
 ACCEPTED = "bold green"
 MARKS = "⟦", "⟧"  # around accepted tokens where there is no colour
 
 
-def show_rounds(console: Console, pair: Pair, rounds: Iterable[Round], max_new_tokens: int) -> list[Round]:
-    """Consume the rounds, showing their text as it comes; accepted tokens are green (in brackets without colour)."""
-    progress = Progress(
-        TextColumn("tokens"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeElapsedColumn(),
-        console=console,
-    )
-    task = progress.add_task("decode", total=max_new_tokens, rate="")
-    seen: list[Round] = []
-    marked = Marked(pair, colour=console.color_system is not None)
-    with Live(Group(marked.text, progress), console=console, refresh_per_second=12, vertical_overflow="visible"):
-        for one in rounds:
-            seen.append(one)
-            marked.add(one.token_ids[: one.num_accepted], accepted=True)
-            marked.add(one.token_ids[one.num_accepted :], accepted=False)
-            drafting = [len(r.token_ids) for r in seen if r.num_drafted]
-            rate = f"{sum(drafting) / len(drafting):.2f} tokens a round" if drafting else ""
-            progress.update(task, advance=len(one.token_ids), rate=rate)
-        progress.update(task, total=sum(len(r.token_ids) for r in seen))
-        marked.close()
-    if not console.is_terminal:
-        console.print()  # Live ends its last line only on a terminal
-    return seen
+class LiveText:
+    """The text as it comes, and a progress bar; accepted tokens are green (in brackets where there is no colour)."""
+
+    def __init__(self, console: Console, pair: Pair, max_new_tokens: int) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("tokens"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
+            TimeElapsedColumn(), console=console,
+        )
+        self._task = self._progress.add_task("decode", total=max_new_tokens, rate="")
+        self._marked = Marked(pair, colour=console.color_system is not None)
+        shown = Group(self._marked.text, self._progress)
+        self._live = Live(shown, console=console, refresh_per_second=12, vertical_overflow="visible")
+        self._tokens = 0
+        self._drafted: list[int] = []  # tokens of each round that drafted
+
+    def add(self, chunk: GenerationChunk) -> None:
+        """Show what a round gave."""
+        self._marked.add(chunk.token_ids[: chunk.num_accepted], accepted=True)
+        self._marked.add(chunk.token_ids[chunk.num_accepted :], accepted=False)
+        self._tokens += len(chunk.token_ids)
+        if chunk.num_drafted:
+            self._drafted.append(len(chunk.token_ids))
+        drafted = self._drafted
+        rate = f"{sum(drafted) / len(drafted):.2f} tokens a round" if drafted else ""
+        self._progress.update(self._task, advance=len(chunk.token_ids), rate=rate)
+
+    def __enter__(self) -> LiveText:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.update(self._task, total=self._tokens)
+        self._marked.close()
+        self._live.stop()
+        if not self._console.is_terminal:
+            self._console.print()  # Live ends its last line only on a terminal
 
 
 class Marked:
@@ -76,7 +92,7 @@ class Marked:
         self.text.append(fresh)
 
 
-def summary_table(summary: Summary, extra: dict[str, str]) -> Table:
+def summary_table(summary: GenerationStatistics, extra: dict[str, str]) -> Table:
     """The figures of a run, one a row."""
     table = Table(title="drafting", show_header=False)
     if not summary.rounds:
@@ -87,6 +103,7 @@ def summary_table(summary: Summary, extra: dict[str, str]) -> Table:
         table.add_row(f"accepted at position {depth}", f"{share:.0%} of rounds")
     table.add_row("time in draft", _seconds(summary.draft_seconds, summary.rounds))
     table.add_row("time in verify", _seconds(summary.verify_seconds, summary.rounds))
+    table.add_row("time in commit", _seconds(summary.commit_seconds, summary.rounds))
     table.add_row("time in prefill", f"{summary.prefill_seconds:.2f} s")
     for name, value in extra.items():
         table.add_row(name, value)

@@ -38,6 +38,18 @@ class Pair:
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids)
 
+    def greedy(self, prompt: Tensor, max_new_tokens: int, stop_ids: list[int] | None = None) -> list[int]:
+        """The target's greedy continuation of prompt [length] by transformers alone: what drafting must not change."""
+        out = self.model.generate(
+            prompt[None],
+            attention_mask=torch.ones_like(prompt)[None],
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            eos_token_id=stop_ids or None,
+            pad_token_id=0,
+        )
+        return out[0, prompt.numel() :].tolist()
+
     def held_out_prompt(self, module: str, length: int, start: int = 0) -> Tensor:
         """`length` tokens of a held-out module's source in the running interpreter, from token `start` on."""
         path = Path(sysconfig.get_paths()["stdlib"]) / (module.replace(".", "/") + ".py")

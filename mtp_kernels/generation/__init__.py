@@ -1,0 +1,11 @@
+"""The reference serving loop: generate() and what it is made of."""
+
+from __future__ import annotations
+
+from ._generate import GenerationOutput, generate
+from ._loop import GenerationChunk
+from ._policy import DraftPolicy
+from ._statistics import GenerationStatistics
+from .paged_cache import PagedCache
+
+__all__ = ["DraftPolicy", "GenerationChunk", "GenerationOutput", "GenerationStatistics", "PagedCache", "generate"]
