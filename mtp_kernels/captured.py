@@ -51,6 +51,7 @@ class CapturedDraft:
         num_steps: depth of the draft, or several to choose from at each replay.
         topk, num_draft_tokens: as for draft().
         root_positions: False for a chain that needs no draft_positions.
+        suppress_ids: as for draft(); the tensor is captured: what is written into it holds from the next replay on.
 
     Raises:
         ArgumentError: as draft() does, and for a view with kv_indptr, whose capacity a graph cannot know.
@@ -80,12 +81,13 @@ class CapturedDraft:
         topk: int = 1,
         num_draft_tokens: int | None = None,
         root_positions: bool = True,
+        suppress_ids: Tensor | None = None,
     ) -> None:
         check_range(WHERE, "max_batch", max_batch, 1)
         depths = (num_steps,) if isinstance(num_steps, int) else tuple(num_steps)
         require(len(depths) > 0, WHERE, "num_steps", "at least one number", "none")
         self.weights, self.max_batch, self.num_steps = weights, max_batch, depths
-        self.topk, self.num_draft_tokens = topk, num_draft_tokens
+        self.topk, self.num_draft_tokens, self.suppress_ids = topk, num_draft_tokens, suppress_ids
         self._with_roots = root_positions or topk > 1
         self._views = {name: _checked(name, view) for name, view in kv.items()}
         self.buffers = _make_buffers(weights, self._views, max_batch)
@@ -177,7 +179,7 @@ class CapturedDraft:
         def run() -> DraftTree:
             return draft(
                 self.weights, kv, b.seed_ids[:size], b.seed_state[:size], b.positions[:size], depth, self.topk,
-                self.num_draft_tokens, b.root_positions[:size] if self._with_roots else None,
+                self.num_draft_tokens, b.root_positions[:size] if self._with_roots else None, self.suppress_ids,
             )
 
         if self.weights.device.type != "cuda":

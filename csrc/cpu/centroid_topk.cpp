@@ -5,8 +5,9 @@ namespace {
 
 std::tuple<Tensor, Tensor, Tensor> centroid_topk(Tensor normed, Tensor centroid_weight, Tensor token_ordering,
                                                  Tensor lm_head_weight, int64_t num_active, int64_t k,
-                                                 bool centroid_ordered) {
-  const CentroidHead head(normed, centroid_weight, token_ordering, lm_head_weight, num_active, centroid_ordered);
+                                                 bool centroid_ordered, std::optional<Tensor> suppress_ids) {
+  const CentroidHead head(normed, centroid_weight, token_ordering, lm_head_weight, num_active, centroid_ordered,
+                          suppress_ids);
   const int64_t candidates = head.candidates();
   STD_TORCH_CHECK(k >= 1 && k <= candidates, "centroid_topk: k is out of range");
   Tensor logprobs = empty_rows(head.rows, k, aoti_torch_dtype_float32());
@@ -48,8 +49,8 @@ std::tuple<Tensor, Tensor, Tensor> centroid_topk(Tensor normed, Tensor centroid_
 STABLE_TORCH_LIBRARY_FRAGMENT(mtp_cpu, m) {
   m.def(
       "centroid_topk(Tensor normed, Tensor centroid_weight, Tensor token_ordering, Tensor lm_head_weight,"
-      " SymInt num_active, SymInt k, *, bool centroid_ordered=False) -> (Tensor logprobs, Tensor token_ids,"
-      " Tensor logsumexp)");
+      " SymInt num_active, SymInt k, *, bool centroid_ordered=False, Tensor? suppress_ids=None) -> (Tensor logprobs,"
+      " Tensor token_ids, Tensor logsumexp)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mtp_cpu, CPU, m) { m.impl("centroid_topk", TORCH_BOX(&mtp::cpu::centroid_topk)); }

@@ -86,6 +86,18 @@ inline Tensor empty_rows(const LeadingRows& rows, int64_t last, int32_t dtype) {
   return Tensor(handle);
 }
 
+// The token ids of an optional tensor [n].
+inline std::vector<int64_t> suppressed(const std::optional<Tensor>& suppress_ids) {
+  std::vector<int64_t> ids;
+  if (suppress_ids) {
+    const IndexView<1> view = index_view<1>(*suppress_ids);
+    for (int64_t i = 0; i < suppress_ids->size(0); ++i) {
+      ids.push_back(view(i));
+    }
+  }
+  return ids;
+}
+
 // Ascending with falling values, NaN as -inf, either zero the same; then by id, of 32 bits.
 inline uint64_t rank_key(float value, int64_t id) {
   value = std::isnan(value) ? -std::numeric_limits<float>::infinity() : value + 0.0f;

@@ -31,7 +31,8 @@ void finish_row(const LmHeadParams& p, int64_t r, std::vector<Ranked>& ranked, f
 
 std::tuple<Tensor, Tensor, Tensor> lm_head_topk(Tensor normed, Tensor weight, int64_t k,
                                                 std::optional<Tensor> weight_scale, std::optional<Tensor> token_map,
-                                                int64_t vocab_start, double logits_soft_cap) {
+                                                int64_t vocab_start, double logits_soft_cap,
+                                                std::optional<Tensor> suppress_ids) {
   const LeadingRows rows(normed);
   const int type = head_type(weight);
   LmHeadParams p{};
@@ -48,6 +49,9 @@ std::tuple<Tensor, Tensor, Tensor> lm_head_topk(Tensor normed, Tensor weight, in
   }
   p.vocab_start = vocab_start;
   p.soft_cap = static_cast<float>(logits_soft_cap);
+  const std::vector<int64_t> never = suppressed(suppress_ids);
+  p.suppress_ids = never.data();
+  p.num_suppressed = static_cast<int64_t>(never.size());
   p.k = k;
   p.chunks = (p.vocab + kLmHeadChunk - 1) / kLmHeadChunk;
   STD_TORCH_CHECK(k >= 1 && k <= p.vocab, "lm_head_topk: k is out of range");
@@ -90,7 +94,8 @@ std::tuple<Tensor, Tensor, Tensor> lm_head_topk(Tensor normed, Tensor weight, in
 STABLE_TORCH_LIBRARY_FRAGMENT(mtp_cpu, m) {
   m.def(
       "lm_head_topk(Tensor normed, Tensor weight, SymInt k, *, Tensor? weight_scale=None, Tensor? token_map=None,"
-      " SymInt vocab_start=0, float logits_soft_cap=0.0) -> (Tensor logprobs, Tensor token_ids, Tensor logsumexp)");
+      " SymInt vocab_start=0, float logits_soft_cap=0.0, Tensor? suppress_ids=None) -> (Tensor logprobs,"
+      " Tensor token_ids, Tensor logsumexp)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mtp_cpu, CPU, m) { m.impl("lm_head_topk", TORCH_BOX(&mtp::cpu::lm_head_topk)); }
