@@ -11,6 +11,7 @@ from typing import Any
 from ..ops import OPS
 from .case import DTYPES, LEVELS, MODELS
 from .gpus import GPUS
+from .simulate import REGIMES
 
 LAYOUTS, MODES = ("NHD", "HND"), ("graph", "eager")
 # What spans the cases, by the name of the argument. --quick and --sweep have values of their own for all but dtype.
@@ -66,7 +67,7 @@ def _add_cases(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_actions(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", metavar="{compare,show,readme}")
+    actions = parser.add_subparsers(dest="action", metavar="{compare,show,readme,policy}")
     compare = actions.add_parser("compare", help="what changed from record A to record B, beyond noise; 1 if slower")
     compare.add_argument("a", type=Path)
     compare.add_argument("b", type=Path)
@@ -79,6 +80,15 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
     readme = actions.add_parser("readme", help="make the tables of a README from the records that it names")
     readme.add_argument("file", type=Path)
     readme.add_argument("--check", action="store_true", help="change nothing; 1 where a table is stale")
+    policy = actions.add_parser("policy", help="DraftPolicy beside every fixed depth, simulated; 1 if it falls behind")
+    policy.add_argument("--batches", type=_counts, default=(1, 2, 4, 8, 16, 32, 64, 128), metavar="N,...",
+                        help="requests in a round (default the powers of two to 128)")
+    policy.add_argument("--acceptance", type=_names(REGIMES), default=REGIMES, metavar="X,...",
+                        help=f"what kinds of it, of {', '.join(REGIMES)} (default all)")
+    policy.add_argument("--tokens", type=_count, default=2000, metavar="N", help="a request in each run (default 2000)")
+    policy.add_argument("--seed", type=_count, default=1, metavar="N", help="of queues and noise (default 1)")
+    policy.add_argument("--out", type=Path, dest="policy_out", help="write the results there, as JSON")
+    policy.add_argument("--json", action="store_true", dest="policy_json", help="print them as JSON and nothing else")
 
 
 def _names(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..demo.pair import DemoError
 from . import machine, sweeps
 from .arguments import DEFAULTS
 from .case import Case
@@ -48,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
             return _compare(args)
         if args.action == "readme":
             return _readme(args)
+        if args.action == "policy":
+            return _policy(args)
         if args.action == "show":
             return _show(Record.load(args.record), args.show_plot, args.show_predict)
         return _measure(args)
@@ -184,6 +187,15 @@ def _readme(args: argparse.Namespace) -> int:
     for name in names:
         print(f"{args.file}: the table {name} is not what its record gives: mtp-kernels bench readme {args.file}")
     return 1 if names else 0
+
+
+def _policy(args: argparse.Namespace) -> int:
+    from .policy_command import policy_command
+
+    try:
+        return policy_command(args, None if args.policy_json else _console("the tables (or pass --json)"))
+    except (DemoError, OSError) as error:
+        raise BenchError(str(error)) from error
 
 
 def _progress(quiet: bool, total: int) -> AbstractContextManager[Any]:

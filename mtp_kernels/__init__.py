@@ -12,15 +12,20 @@ from .draft import DraftTree, draft, draft_step
 from .generation import GenerationOutput, PagedCache, generate
 from .heads import merge_topk, quantize_lm_head, reorder_lm_head
 from .kv_view import KVView
+from .metrics import AcceptanceStats
 from .ops import ArgumentError, ImplementationError
+from .policy import CostModel, DraftPolicy
 from .weights import AssistantWeights, CheckpointError
 
 __all__ = [
+    "AcceptanceStats",
     "ArgumentError",
     "AssistantWeights",
     "CapturedDraft",
     "CheckpointError",
+    "CostModel",
     "DraftBuffers",
+    "DraftPolicy",
     "DraftTree",
     "GenerationOutput",
     "ImplementationError",

@@ -58,6 +58,7 @@ class CapturedDraft:
             (small assistants with a centroid head on a GPU: "fused"), or a whole step in one call on a CPU ("step");
             False for the ops as draft() calls them ("ops"). `kernels` says what runs, and `reason` why the last. The
             fused ones round sums in another order than the ops; a CPU's step has their bits.
+        suppress_ids: as for draft(); the tensor is captured: what is written into it holds from the next replay on.
 
     Raises:
         ArgumentError: as draft() does, and for a view with kv_indptr, whose capacity a graph cannot know.
@@ -88,15 +89,18 @@ class CapturedDraft:
         num_draft_tokens: int | None = None,
         root_positions: bool = True,
         private: bool = True,
+        suppress_ids: Tensor | None = None,
     ) -> None:
         check_range(WHERE, "max_batch", max_batch, 1)
         depths = (num_steps,) if isinstance(num_steps, int) else tuple(num_steps)
         require(len(depths) > 0, WHERE, "num_steps", "at least one number", "none")
         self.weights, self.max_batch, self.num_steps = weights, max_batch, depths
-        self.topk, self.num_draft_tokens = topk, num_draft_tokens
+        self.topk, self.num_draft_tokens, self.suppress_ids = topk, num_draft_tokens, suppress_ids
         self._with_roots = root_positions or topk > 1
         self._views = {name: _checked(name, view) for name, view in kv.items()}
-        self.kernels, self.reason = choose_kernels(weights, self._views, topk) if private else (OPS, "private=False")
+        self.kernels, self.reason = (OPS, "private=False")
+        if private:
+            self.kernels, self.reason = choose_kernels(weights, self._views, topk, suppress_ids)
         self.buffers = _make_buffers(weights, self._views, max_batch)
         self.batch_sizes = _buckets(max_batch)
         self._graphs: dict[tuple[int, int], Callable[[], DraftTree]] = {}
@@ -187,11 +191,13 @@ class CapturedDraft:
             roots = b.root_positions[:size] if self._with_roots else None
             seeds = (b.seed_ids[:size], b.seed_state[:size], b.positions[:size])
             kernels = OPS if self.kernels == STEP else self.kernels  # a whole step is prepared once: _on_cpu
-            return launch_round(kernels, self.weights, kv, *seeds, depth, self.topk, self.num_draft_tokens, roots)
+            return launch_round(
+                kernels, self.weights, kv, *seeds, depth, self.topk, self.num_draft_tokens, roots, self.suppress_ids
+            )
 
         check_draft(
             self.weights, kv, b.seed_ids[:size], b.seed_state[:size], b.positions[:size], depth, self.topk,
-            self.num_draft_tokens, b.root_positions[:size] if self._with_roots else None,
+            self.num_draft_tokens, b.root_positions[:size] if self._with_roots else None, self.suppress_ids,
         )
         if self.weights.device.type != "cuda":
             return self._on_cpu(run, kv, size, depth)
@@ -245,6 +251,7 @@ def launch_round(
     topk: int,
     num_draft_tokens: int | None,
     root_positions: Tensor | None,
+    suppress_ids: Tensor | None = None,
 ) -> Callable[[], DraftTree]:
     """What a graph captures of a round, on what choose_kernels named.
 
@@ -259,7 +266,10 @@ def launch_round(
         tree = draft_with(step, seed_ids, seed_state, num_steps, topk, num_draft_tokens, root_positions)
         return lambda: tree
     if kernels == OPS or seed_ids.size(0) == 0:
-        tree = draft(weights, kv, seed_ids, seed_state, positions, num_steps, topk, num_draft_tokens, root_positions)
+        tree = draft(
+            weights, kv, seed_ids, seed_state, positions, num_steps, topk, num_draft_tokens, root_positions,
+            suppress_ids,
+        )
         return lambda: tree
     from . import fused
 
@@ -272,8 +282,12 @@ def launch_round(
     return lambda: chain_links(*chain[:4])
 
 
-def choose_kernels(weights: AssistantWeights, kv: Mapping[str, KVView], topk: int) -> tuple[str, str]:
+def choose_kernels(
+    weights: AssistantWeights, kv: Mapping[str, KVView], topk: int, suppress_ids: Tensor | None = None
+) -> tuple[str, str]:
     """What runs a captured round, FUSED (on a GPU), STEP (on a CPU) or OPS, and why the last."""
+    if suppress_ids is not None:
+        return OPS, "suppress_ids"
     if weights.device.type == "cpu" and not _triton.interpreting():
         why = why_no_step(weights)
         return (OPS, why) if why else (STEP, "")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .kv_view import KVView
 from .ops._checks import check_device, check_index, check_range, check_shape, fail
+from .ops._suppress import check_suppress_ids
 from .weights import AssistantWeights, LayerWeights
 
 ops = torch.ops.mtp
@@ -55,6 +56,7 @@ def draft(
     topk: int = 1,
     num_draft_tokens: int | None = None,
     root_positions: Tensor | None = None,
+    suppress_ids: Tensor | None = None,
 ) -> DraftTree:
     """Draft `num_steps` tokens ahead of every request, as a chain (topk 1) or a tree.
 
@@ -73,6 +75,7 @@ def draft(
             1 + topk + (num_steps - 1) * topk^2.
         root_positions: [batch] int, the target's position of the root (the committed length); required for topk > 1.
             Without it a chain has no draft_positions.
+        suppress_ids: [n] int, tokens that must never be drafted (-1 for none): their logits count as -inf.
 
     Returns:
         DraftTree. `verify_greedy` or `verify_sample` take its ids and links.
@@ -92,10 +95,14 @@ def draft(
     >>> tree.draft_ids.shape, tree.parents[0].tolist()
     (torch.Size([2, 4]), [-1, 0, 1, 2])
     """
-    check_draft(weights, kv, seed_ids, seed_state, positions, num_steps, topk, num_draft_tokens, root_positions)
+    check_draft(
+        weights, kv, seed_ids, seed_state, positions, num_steps, topk, num_draft_tokens, root_positions, suppress_ids
+    )
 
     def step(ids: Tensor, state: Tensor, row_index: Tensor | None) -> StepOutput:
-        return draft_step(weights, kv, ids, state, positions, row_index=row_index, topk=topk)
+        return draft_step(
+            weights, kv, ids, state, positions, row_index=row_index, topk=topk, suppress_ids=suppress_ids
+        )
 
     return draft_with(step, seed_ids, seed_state, num_steps, topk, num_draft_tokens, root_positions)
 
@@ -133,10 +140,11 @@ def draft_step(
     *,
     row_index: Tensor | None = None,
     topk: int = 1,
+    suppress_ids: Tensor | None = None,
 ) -> StepOutput:
     """One step of token_ids [batch, rows]; a row grows from row `row_index` of state [batch, prev_rows, backbone]."""
     normed, state = hidden_step(weights, kv, token_ids, state, positions, row_index=row_index)
-    logprobs, ids, _ = _head(weights, normed, topk)
+    logprobs, ids, _ = _head(weights, normed, topk, suppress_ids)
     return StepOutput(logprobs, ids, state)
 
 
@@ -181,9 +189,11 @@ def _layer(layer: LayerWeights, kv: KVView, x: Tensor, positions: Tensor, eps: f
     return ops.linear_norm_add(inner, layer.down, layer.post_feedforward_norm, eps, x, scale=layer.layer_scalar)
 
 
-def _head(weights: AssistantWeights, normed: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def _head(
+    weights: AssistantWeights, normed: Tensor, k: int, suppress_ids: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     if weights.centroids is None:
-        return ops.lm_head_topk(normed, weights.lm_head, k)
+        return ops.lm_head_topk(normed, weights.lm_head, k, suppress_ids=suppress_ids)
     return ops.centroid_topk(
         normed,
         weights.centroids,
@@ -192,6 +202,7 @@ def _head(weights: AssistantWeights, normed: Tensor, k: int) -> tuple[Tensor, Te
         weights.num_active,
         k,
         centroid_ordered=weights.centroid_ordered,
+        suppress_ids=suppress_ids,
     )
 
 
@@ -248,6 +259,7 @@ def _draft_tree(
     topk: int,
     num_draft_tokens: int | None,
     root_positions: Tensor,
+    suppress_ids: Tensor | None = None,
 ) -> DraftTree:
     ids, state = seed_ids.unsqueeze(1), seed_state.unsqueeze(1)
     row_index = scores = frontier = None
@@ -281,6 +293,7 @@ def check_draft(
     topk: int,
     num_draft_tokens: int | None,
     root_positions: Tensor | None,
+    suppress_ids: Tensor | None,
 ) -> None:
     """Raises ArgumentError for what draft() does not take."""
     check_shape("draft", "seed_ids", seed_ids, (None,))
@@ -301,9 +314,10 @@ def check_draft(
         check_index("draft", "root_positions", root_positions)
     elif topk > 1:
         fail("draft", "root_positions", "a tensor for topk > 1", None, "a tree's nodes have positions of the target")
+    check_suppress_ids("draft", suppress_ids)
     check_device(
         "draft", weights.device, "weights", seed_ids=seed_ids, seed_state=seed_state, positions=positions,
-        root_positions=root_positions,
+        root_positions=root_positions, suppress_ids=suppress_ids,
     )
     for layer in weights.layers:
         _check_view(layer, kv, batch, weights)

@@ -93,6 +93,19 @@ def test_centroid_head(arch: int, k: int) -> None:
     check(sparse(k), arch)
 
 
+@pytest.mark.parametrize(("rows", "k"), [(1, 1), (32, 8), (64, 4)])
+def test_suppressed_tokens(rows: int, k: int) -> None:
+    """Nothing spills on Hopper, and the loads of the stream are still several stages ahead."""
+    suppress, launches = meta(32, dtype=torch.int64), []
+    for vocab, hidden in DENSE:
+        launches += lm_head_topk.plan(meta(rows, hidden), meta(vocab, hidden), k, suppress_ids=suppress)[0]
+    for vocab, hidden, num_centroids, num_active in SPARSE:
+        head = (meta(num_centroids, hidden), meta(vocab, dtype=torch.int64), meta(vocab, hidden), num_active)
+        launches += centroid_topk.plan(meta(rows, hidden), *head, k, suppress_ids=suppress)[0]
+    _, stream, *_ = check(iter(launches), 90)
+    assert stream.count("cp.async.c") >= 8
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_sampling(arch: int) -> None:
     """Noise must not come from the hardware's approximate logarithm, nor scaled logits from its division."""

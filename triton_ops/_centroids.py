@@ -12,7 +12,7 @@ from torch import Tensor
 from ._early import let_others_start, wait_for_others
 from ._launch import Launch
 from ._rows import num_rows, row_arguments, row_offset
-from ._topk import NO_ORDER, exact_sum, finite_or_zero, no_nan, pack, precedes
+from ._topk import NO_ORDER, exact_sum, finite_or_zero, is_suppressed, no_nan, pack, precedes, suppress_arguments
 
 GROUP = 16  # centroids a program of score_kernel; one that is not among the best groups needs no ranks
 FEW_ROWS = 8  # whose scores every program may read; of 64 rows that is 134 MB a call
@@ -64,21 +64,22 @@ def rank_launch(scores: Tensor, group_max: Tensor, group: int, num_active: int) 
 
 def candidate_launch(
     normed: Tensor, chosen: Tensor, token_ordering: Tensor, lm_head_weight: Tensor, num_centroids: int,
-    centroid_ordered: bool, *, outputs: dict[str, Tensor], depth: int = 0
+    centroid_ordered: bool, *, outputs: dict[str, Tensor], depth: int = 0, suppress_ids: Tensor | None = None
 ) -> Launch:
     """The candidates' logits: all of them (`logits`, `token_ids`), or with `depth` the partial results of the best."""
     rows, num_active = chosen.shape
     size = token_ordering.size(0) // num_centroids
+    listed, num_suppressed = suppress_arguments(suppress_ids)
     names = ("logits", "token_ids", "part_values", "part_orders", "part_max", "part_sum")
     args: dict[str, Any] = {
         "normed": normed, **row_arguments("normed", normed), "chosen": chosen, "token_ordering": token_ordering,
-        "lm_head_weight": lm_head_weight, "head_stride": lm_head_weight.stride(0),
+        "lm_head_weight": lm_head_weight, "head_stride": lm_head_weight.stride(0), "suppress_ids": listed,
         **{name: outputs.get(name) for name in names},
     }
     constants = {
         "HIDDEN": normed.size(-1), "VOCAB": token_ordering.size(0), "SIZE": size, "NUM_ACTIVE": num_active,
         "PIECES": pieces(size), "ORDERED": centroid_ordered, "DEPTH": depth, "BLOCK_T": BLOCK_T,
-        "BLOCK_K": _block_k(normed),
+        "BLOCK_K": _block_k(normed), "NUM_SUPPRESSED": num_suppressed,
     }
     return Launch(candidate_kernel, (rows, num_active * pieces(size)), args, constants)
 
@@ -162,10 +163,10 @@ def rank_kernel(
 @triton.jit(do_not_specialize=["normed_size1", "normed_size2"])
 def candidate_kernel(
     normed, normed_size1, normed_size2, normed_stride0, normed_stride1, normed_stride2, chosen, token_ordering,
-    lm_head_weight, head_stride, logits, token_ids, part_values, part_orders, part_max, part_sum,
+    lm_head_weight, head_stride, suppress_ids, logits, token_ids, part_values, part_orders, part_max, part_sum,
     HIDDEN: tl.constexpr, VOCAB: tl.constexpr, SIZE: tl.constexpr, NUM_ACTIVE: tl.constexpr, PIECES: tl.constexpr,
     ORDERED: tl.constexpr, DEPTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-    EARLY: tl.constexpr = False
+    NUM_SUPPRESSED: tl.constexpr, EARLY: tl.constexpr = False
 ):
     """Programs (a row, a piece of an active centroid): the logits of BLOCK_T tokens, given out or ranked."""
     let_others_start(EARLY)
@@ -187,6 +188,8 @@ def candidate_kernel(
         x = tl.load(x_row + k, mask=k < HIDDEN, other=0.0)[None, :]
         acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
     values = tl.sum(acc, 0)  # [BLOCK_T], of the one row
+    if NUM_SUPPRESSED > 0:
+        values = tl.where(is_suppressed(ids, suppress_ids, NUM_SUPPRESSED), float("-inf"), values)
 
     if DEPTH == 0:
         result = row.to(tl.int64) * (NUM_ACTIVE * SIZE) + part // PIECES * SIZE + within

@@ -39,6 +39,13 @@ def merge_launch(
     return Launch(merge_kernel, (rows,), args, constants, num_warps=4 if num_parts * depth <= 2048 else 8)
 
 
+def suppress_arguments(suppress_ids: Tensor | None) -> tuple[Tensor | None, int]:
+    """The list for a kernel, and its length; an empty one is none."""
+    if suppress_ids is None or suppress_ids.size(0) == 0:
+        return None, 0
+    return suppress_ids, suppress_ids.size(0)
+
+
 def new_parts(like: Tensor, rows: int, num_parts: int, depth: int) -> dict[str, Tensor]:
     """The workspace between a kernel that makes partial results and the merge."""
     return {
@@ -74,6 +81,15 @@ def pack(token_id, place):
     """An order by token id, then place. Ids beyond 32 bits are level with each other; `place` finds the id again."""
     high = tl.minimum(tl.maximum(token_id.to(tl.int64), -(2**31)), 2**31 - 1)
     return (high << 32) | place.to(tl.int64)
+
+
+@triton.jit
+def is_suppressed(token_ids, suppress_ids, NUM_SUPPRESSED: tl.constexpr):
+    """Which of token_ids are among the NUM_SUPPRESSED ids of the list."""
+    found = token_ids != token_ids
+    for i in range(NUM_SUPPRESSED):
+        found = found | (token_ids == tl.load(suppress_ids + i))
+    return found
 
 
 @triton.jit

@@ -17,9 +17,10 @@ def centroid_logits(
     num_active: int,
     *,
     centroid_ordered: bool = False,
+    suppress_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     launches, results = plan(normed, centroid_weight, token_ordering, lm_head_weight, num_active,
-                             centroid_ordered=centroid_ordered)
+                             centroid_ordered=centroid_ordered, suppress_ids=suppress_ids)
     for launch in launches:
         launch.run()
     return results
@@ -33,6 +34,7 @@ def plan(
     num_active: int,
     *,
     centroid_ordered: bool = False,
+    suppress_ids: Tensor | None = None,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
     """The launches and the results that they write."""
     num_centroids = centroid_weight.size(0)
@@ -41,5 +43,5 @@ def plan(
     token_ids = normed.new_empty(shape, dtype=torch.int64)
     launches, chosen = selection_launches(normed, centroid_weight, num_active)
     launches.append(candidate_launch(normed, chosen, token_ordering, lm_head_weight, num_centroids, centroid_ordered,
-                                     outputs={"logits": logits, "token_ids": token_ids}))
+                                     outputs={"logits": logits, "token_ids": token_ids}, suppress_ids=suppress_ids))
     return launches, (logits, token_ids)

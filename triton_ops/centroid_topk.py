@@ -18,9 +18,10 @@ def centroid_topk(
     k: int,
     *,
     centroid_ordered: bool = False,
+    suppress_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     launches, results = plan(normed, centroid_weight, token_ordering, lm_head_weight, num_active, k,
-                             centroid_ordered=centroid_ordered)
+                             centroid_ordered=centroid_ordered, suppress_ids=suppress_ids)
     for launch in launches:
         launch.run()
     return results
@@ -35,6 +36,7 @@ def plan(
     k: int,
     *,
     centroid_ordered: bool = False,
+    suppress_ids: Tensor | None = None,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor]]:
     """The launches and the results that they write."""
     num_centroids = centroid_weight.size(0)
@@ -44,7 +46,7 @@ def plan(
     parts = new_parts(normed, chosen.size(0), num_parts, depth)
     results = new_results(normed, k)
     launches.append(candidate_launch(normed, chosen, token_ordering, lm_head_weight, num_centroids, centroid_ordered,
-                                     outputs=parts, depth=depth))
+                                     outputs=parts, depth=depth, suppress_ids=suppress_ids))
     unranked: dict[str, Tensor | None] = {"best_values": None, "best_orders": None}
     launches.append(merge_launch(parts, results, k, ranked=unranked, packed=True))
     return launches, (results["logprobs"], results["token_ids"], results["logsumexp"])

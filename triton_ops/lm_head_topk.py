@@ -17,6 +17,7 @@ from ._topk import (
     NO_ORDER,
     exact_sum,
     finite_or_zero,
+    is_suppressed,
     merge_launch,
     new_parts,
     new_results,
@@ -25,6 +26,7 @@ from ._topk import (
     pop,
     precedes,
     push,
+    suppress_arguments,
 )
 
 LANES = 64  # rows of the weight that a step multiplies: the least that Hopper's matrix instruction takes
@@ -72,9 +74,10 @@ def lm_head_topk(
     token_map: Tensor | None = None,
     vocab_start: int = 0,
     logits_soft_cap: float = 0.0,
+    suppress_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     launches, results = plan(normed, weight, k, weight_scale=weight_scale, token_map=token_map, vocab_start=vocab_start,
-                             logits_soft_cap=logits_soft_cap)
+                             logits_soft_cap=logits_soft_cap, suppress_ids=suppress_ids)
     for launch in launches:
         launch.run()
     return results
@@ -89,6 +92,7 @@ def plan(
     token_map: Tensor | None = None,
     vocab_start: int = 0,
     logits_soft_cap: float = 0.0,
+    suppress_ids: Tensor | None = None,
     native_fp8: bool | None = None,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor]]:
     """The launches and the results that they write; `native_fp8` None asks the device whether it converts fp8."""
@@ -102,12 +106,13 @@ def plan(
     ranked = _ranked(normed, rows, k) if k > depth else {"best_values": None, "best_orders": None}
     decode = weight.element_size() == 1 and not (_converts_fp8(weight) if native_fp8 is None else native_fp8)
 
-    launches = []
+    launches, suppressed = _suppress(normed, vocab, suppress_ids, token_map, vocab_start)
     for done in range(0, k, depth):
         args: dict[str, Any] = {
             "normed": normed, **row_arguments("normed", normed),
             "weight": weight.view(torch.uint8) if decode else weight, "weight_stride": weight.stride(0),
-            "weight_scale": weight_scale, "token_map": token_map, "logits_soft_cap": float(logits_soft_cap), **parts,
+            "weight_scale": weight_scale, "token_map": token_map, "logits_soft_cap": float(logits_soft_cap),
+            "suppressed": suppressed, **parts,
             "best_values": ranked["best_values"] if done else None,
             "best_orders": ranked["best_orders"] if done else None, "num_rows": rows, "done": done,
         }
@@ -131,6 +136,20 @@ def _ranked(normed: Tensor, rows: int, k: int) -> dict[str, Tensor | None]:
     }
 
 
+def _suppress(
+    normed: Tensor, vocab: int, suppress_ids: Tensor | None, token_map: Tensor | None, vocab_start: int
+) -> tuple[list[Launch], Tensor | None]:
+    """Marks the rows of suppressed tokens once, in a launch of its own: the loop of stream_kernel has no registers left
+    for the list, and a loop inside it would keep its loads from being pipelined."""
+    listed, num_suppressed = suppress_arguments(suppress_ids)
+    if listed is None:
+        return [], None
+    marks = normed.new_empty(vocab, dtype=torch.uint8)
+    args = {"suppress_ids": listed, "token_map": token_map, "vocab_start": vocab_start, "marks": marks}
+    constants = {"VOCAB": vocab, "NUM_SUPPRESSED": num_suppressed, "BLOCK_V": 1024}
+    return [Launch(mark_kernel, (triton.cdiv(vocab, 1024),), args, constants)], marks
+
+
 def _converts_fp8(weight: Tensor) -> bool:
     return weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device) >= (8, 9)
 
@@ -138,8 +157,8 @@ def _converts_fp8(weight: Tensor) -> bool:
 @triton.jit(do_not_specialize=["normed_size1", "normed_size2", "num_rows", "done"])
 def stream_kernel(
     normed, normed_size1, normed_size2, normed_stride0, normed_stride1, normed_stride2, weight, weight_stride,
-    weight_scale, token_map, logits_soft_cap, part_values, part_orders, part_max, part_sum, best_values, best_orders,
-    num_rows, done, VOCAB: tl.constexpr, HIDDEN: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr,
+    weight_scale, token_map, suppressed, logits_soft_cap, part_values, part_orders, part_max, part_sum, best_values,
+    best_orders, num_rows, done, VOCAB: tl.constexpr, HIDDEN: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr,
     ROWS_PER_PART: tl.constexpr, NUM_PARTS: tl.constexpr, CAPPED: tl.constexpr, DECODE: tl.constexpr,
     LANES: tl.constexpr, HALVES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr
 ):
@@ -190,14 +209,14 @@ def stream_kernel(
             acc1 = tl.dot(w1, x, acc1, input_precision="ieee")
         if step % STEPS == STEPS - 1:
             values, orders, sums = rank(
-                acc0, v, values, orders, sums, nothing, weight_scale, token_map, logits_soft_cap, last_value,
-                last_order, VOCAB, DEPTH, CAPPED, PAST
+                acc0, v, values, orders, sums, nothing, weight_scale, token_map, suppressed, logits_soft_cap,
+                last_value, last_order, VOCAB, DEPTH, CAPPED, PAST
             )
             acc0 = tl.zeros([LANES, BLOCK_M], tl.float32)
             if HALVES == 2:
                 values, orders, sums = rank(
-                    acc1, v + LANES, values, orders, sums, nothing, weight_scale, token_map, logits_soft_cap,
-                    last_value, last_order, VOCAB, DEPTH, CAPPED, PAST
+                    acc1, v + LANES, values, orders, sums, nothing, weight_scale, token_map, suppressed,
+                    logits_soft_cap, last_value, last_order, VOCAB, DEPTH, CAPPED, PAST
                 )
                 acc1 = tl.zeros([LANES, BLOCK_M], tl.float32)
 
@@ -214,6 +233,21 @@ def stream_kernel(
         absent = order == 2**31 - 1 if token_map is None else order == NO_ORDER
         tl.store(part_orders + at * DEPTH + d, tl.where(absent, NO_ORDER, order.to(tl.int64)), mask=m_mask)
         values, orders = pop(orders[0] == order[None, :], values, orders, nothing, DEPTH)
+
+
+@triton.jit(do_not_specialize=["vocab_start"])
+def mark_kernel(
+    suppress_ids, token_map, vocab_start, marks, VOCAB: tl.constexpr, NUM_SUPPRESSED: tl.constexpr,
+    BLOCK_V: tl.constexpr
+):
+    """Programs (BLOCK_V rows of the weight): 1 for each that names a suppressed token, 0 for the others."""
+    v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    if token_map is not None:
+        token_ids = tl.load(token_map + v, mask=v < VOCAB, other=0).to(tl.int64)
+    else:
+        token_ids = v.to(tl.int64) + vocab_start
+    found = is_suppressed(token_ids, suppress_ids, NUM_SUPPRESSED)
+    tl.store(marks + v, found.to(tl.uint8), mask=v < VOCAB)
 
 
 @triton.jit
@@ -233,8 +267,8 @@ def load_weight(
 
 @triton.jit
 def rank(
-    logits, v, values, orders, sums, nothing, weight_scale, token_map, logits_soft_cap, last_value, last_order,
-    VOCAB: tl.constexpr, DEPTH: tl.constexpr, CAPPED: tl.constexpr, PAST: tl.constexpr
+    logits, v, values, orders, sums, nothing, weight_scale, token_map, suppressed, logits_soft_cap, last_value,
+    last_order, VOCAB: tl.constexpr, DEPTH: tl.constexpr, CAPPED: tl.constexpr, PAST: tl.constexpr
 ):
     """Scale and cap the logits [LANES, BLOCK_M] of rows v of the weight, add them to the lists and to the sums."""
     is_row = v < VOCAB
@@ -242,7 +276,10 @@ def rank(
         logits = logits * tl.load(weight_scale + v, mask=is_row, other=0.0)[:, None]
     if CAPPED:
         logits = logits_soft_cap * tanh(logits / logits_soft_cap)
-    value = tl.where(is_row[:, None], no_nan(logits), float("-inf"))
+    counts = is_row
+    if suppressed is not None:
+        counts = tl.load(suppressed + v, mask=is_row, other=1) == 0
+    value = tl.where(counts[:, None], no_nan(logits), float("-inf"))
     order = pack(tl.load(token_map + v, mask=is_row, other=0), v) if token_map is not None else v
     order = tl.where(is_row[:, None], order[:, None], nothing) + tl.zeros(logits.shape, nothing.dtype)
     if PAST:

@@ -3,7 +3,8 @@
 namespace mtp::cpu {
 
 CentroidHead::CentroidHead(Rows normed, const Tensor& centroid_weight, const Tensor& ordering,
-                           const Tensor& lm_head_weight, int64_t active, bool ordered)
+                           const Tensor& lm_head_weight, int64_t active, bool ordered,
+                           const std::optional<Tensor>& suppress_ids)
     : head(std::move(normed), float_type(centroid_weight)),
       type(head.weight_type),
       centroids(static_cast<const char*>(centroid_weight.const_data_ptr())),
@@ -15,7 +16,8 @@ CentroidHead::CentroidHead(Rows normed, const Tensor& centroid_weight, const Ten
       vocab(lm_head_weight.size(0)),
       num_active(active),
       size(num_centroids > 0 ? vocab / num_centroids : 0),
-      centroid_ordered(ordered) {
+      centroid_ordered(ordered),
+      never(suppressed(suppress_ids)) {
   STD_TORCH_CHECK(active >= 1 && active <= num_centroids && ordering.size(0) == vocab, "wrong sizes");
 }
 
@@ -54,6 +56,12 @@ void CentroidHead::candidates_of(Member& member, int64_t begin, int64_t end, flo
     const char* weights = centroid_ordered ? weight + place * weight_stride * element : weight;
     kernels.dots[type]({head.x + r * head.padded(), head.padded(), 1, weights, weight_stride, hidden,
                         centroid_ordered ? nullptr : tokens, size, logits + task * size, size});
+    for (const int64_t id : never) {
+      for (int64_t i = 0; i < size; ++i) {
+        float& logit = logits[task * size + i];
+        logit = tokens[i] == id ? -std::numeric_limits<float>::infinity() : logit;
+      }
+    }
   });
 }
 
@@ -76,8 +84,10 @@ struct CentroidLogits {
 };
 
 std::tuple<Tensor, Tensor> centroid_logits(Tensor normed, Tensor centroid_weight, Tensor token_ordering,
-                                           Tensor lm_head_weight, int64_t num_active, bool centroid_ordered) {
-  CentroidHead head(Rows(normed), centroid_weight, token_ordering, lm_head_weight, num_active, centroid_ordered);
+                                           Tensor lm_head_weight, int64_t num_active, bool centroid_ordered,
+                                           std::optional<Tensor> suppress_ids) {
+  CentroidHead head(Rows(normed), centroid_weight, token_ordering, lm_head_weight, num_active, centroid_ordered,
+                    suppress_ids);
   Tensor logits = empty_rows(normed, head.candidates(), aoti_torch_dtype_float32());
   Tensor token_ids = empty_rows(normed, head.candidates(), aoti_torch_dtype_int64());
   CentroidLogits program{std::move(head), data<float>(logits), data<int64_t>(token_ids)};
@@ -91,7 +101,8 @@ std::tuple<Tensor, Tensor> centroid_logits(Tensor normed, Tensor centroid_weight
 STABLE_TORCH_LIBRARY_FRAGMENT(mtp_cpu, m) {
   m.def(
       "centroid_logits(Tensor normed, Tensor centroid_weight, Tensor token_ordering, Tensor lm_head_weight,"
-      " SymInt num_active, *, bool centroid_ordered=False) -> (Tensor logits, Tensor token_ids)");
+      " SymInt num_active, *, bool centroid_ordered=False, Tensor? suppress_ids=None) -> (Tensor logits,"
+      " Tensor token_ids)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mtp_cpu, CPU, m) { m.impl("centroid_logits", TORCH_BOX(&mtp::cpu::centroid_logits)); }

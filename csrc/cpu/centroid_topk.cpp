@@ -29,8 +29,9 @@ namespace {
 
 std::tuple<Tensor, Tensor, Tensor> centroid_topk(Tensor normed, Tensor centroid_weight, Tensor token_ordering,
                                                  Tensor lm_head_weight, int64_t num_active, int64_t k,
-                                                 bool centroid_ordered) {
-  CentroidHead head(Rows(normed), centroid_weight, token_ordering, lm_head_weight, num_active, centroid_ordered);
+                                                 bool centroid_ordered, std::optional<Tensor> suppress_ids) {
+  CentroidHead head(Rows(normed), centroid_weight, token_ordering, lm_head_weight, num_active, centroid_ordered,
+                    suppress_ids);
   STD_TORCH_CHECK(k >= 1 && k <= head.candidates(), "centroid_topk: k is out of range");
   Tensor logprobs = empty_rows(normed, k, aoti_torch_dtype_float32());
   Tensor token_ids = empty_rows(normed, k, aoti_torch_dtype_int64());
@@ -46,8 +47,8 @@ std::tuple<Tensor, Tensor, Tensor> centroid_topk(Tensor normed, Tensor centroid_
 STABLE_TORCH_LIBRARY_FRAGMENT(mtp_cpu, m) {
   m.def(
       "centroid_topk(Tensor normed, Tensor centroid_weight, Tensor token_ordering, Tensor lm_head_weight,"
-      " SymInt num_active, SymInt k, *, bool centroid_ordered=False) -> (Tensor logprobs, Tensor token_ids,"
-      " Tensor logsumexp)");
+      " SymInt num_active, SymInt k, *, bool centroid_ordered=False, Tensor? suppress_ids=None) -> (Tensor logprobs,"
+      " Tensor token_ids, Tensor logsumexp)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mtp_cpu, CPU, m) { m.impl("centroid_topk", TORCH_BOX(&mtp::cpu::centroid_topk)); }

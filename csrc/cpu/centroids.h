@@ -18,6 +18,7 @@ struct CentroidHead {
   int64_t num_active;
   int64_t size;  // tokens of a centroid
   bool centroid_ordered;
+  std::vector<int64_t> never;  // suppressed token ids
 
   // Of at most kHeadRows rows:
   float* scores = nullptr;        // [rows, num_centroids]
@@ -25,14 +26,14 @@ struct CentroidHead {
   int64_t* chosen = nullptr;      // [rows, num_active], the best centroid first
 
   CentroidHead(Rows normed, const Tensor& centroid_weight, const Tensor& ordering, const Tensor& lm_head_weight,
-               int64_t active, bool ordered);
+               int64_t active, bool ordered, const std::optional<Tensor>& suppress_ids = std::nullopt);
 
   int64_t candidates() const { return num_active * size; }
   int64_t products() const { return head.rows.count * head.rows.columns * (num_centroids + candidates()); }
   void place(Carver& carver);
 
   // Rows [begin, end), at most kHeadRows of them: logits and ids [end - begin, candidates()], the best centroid first.
-  // The ids are those of the tokens, clamped to the vocabulary.
+  // The ids are those of the tokens, clamped to the vocabulary; the logit of a suppressed one is -inf.
   void candidates_of(Member& member, int64_t begin, int64_t end, float* logits, int64_t* ids) const;
 };
 

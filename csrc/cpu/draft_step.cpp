@@ -157,7 +157,7 @@ std::tuple<Tensor, Tensor, Tensor> draft_step(Tensor token_ids, Tensor state, Te
     STD_TORCH_CHECK(k >= 1 && k <= head.candidates(), "draft_step: k is out of range");
     step.add(CentroidTopK(std::move(head), top));
   } else {
-    step.add(LmHeadTopK(step.flat(normed, hidden), lm_head, nullptr, nullptr, 0, 0.0, top));
+    step.add(LmHeadTopK(step.flat(normed, hidden), lm_head, nullptr, nullptr, 0, 0.0, {}, top));
   }
   step.run();
   return {logprobs, ids, next_state};

@@ -47,6 +47,18 @@ struct TopK {
   float* logsumexp;    // [rows]
 };
 
+// The token ids of an optional tensor [n].
+inline std::vector<int64_t> suppressed(const std::optional<Tensor>& suppress_ids) {
+  std::vector<int64_t> ids;
+  if (suppress_ids) {
+    const IndexView<1> view = index_view<1>(*suppress_ids);
+    for (int64_t i = 0; i < suppress_ids->size(0); ++i) {
+      ids.push_back(view(i));
+    }
+  }
+  return ids;
+}
+
 inline float log_of(LogSum sum) {
   return std::isinf(sum.largest) ? sum.largest : static_cast<float>(sum.largest + std::log(sum.sum));
 }

@@ -3,8 +3,8 @@
 namespace mtp::cpu {
 
 LmHeadTopK::LmHeadTopK(Rows normed, const Tensor& weight, const Tensor* weight_scale, const Tensor* token_map,
-                       int64_t vocab_start, double logits_soft_cap, TopK results)
-    : head(std::move(normed), element_type(weight)), top(results) {
+                       int64_t vocab_start, double logits_soft_cap, std::vector<int64_t> suppressed_ids, TopK results)
+    : head(std::move(normed), element_type(weight)), top(results), never(std::move(suppressed_ids)) {
   p.x_stride = head.padded();
   p.weight = weight.const_data_ptr();
   p.weight_stride = weight.stride(0);
@@ -36,6 +36,8 @@ void LmHeadTopK::place(Carver& carver) {
 void LmHeadTopK::run(Member& member) const {
   for (int64_t begin = 0; begin < head.rows.count; begin += kHeadRows) {
     LmHeadParams pass = p;
+    pass.suppress_ids = never.data();
+    pass.num_suppressed = static_cast<int64_t>(never.size());
     pass.rows = std::min(kHeadRows, head.rows.count - begin);
     head.widen(member, begin, begin + pass.rows);
     member.each(pass.chunks, [&](int64_t chunk) { heads().lm_head_chunk[head.weight_type](pass, chunk); });
@@ -56,12 +58,13 @@ namespace {
 
 std::tuple<Tensor, Tensor, Tensor> lm_head_topk(Tensor normed, Tensor weight, int64_t k,
                                                 std::optional<Tensor> weight_scale, std::optional<Tensor> token_map,
-                                                int64_t vocab_start, double logits_soft_cap) {
+                                                int64_t vocab_start, double logits_soft_cap,
+                                                std::optional<Tensor> suppress_ids) {
   Tensor logprobs = empty_rows(normed, k, aoti_torch_dtype_float32());
   Tensor token_ids = empty_rows(normed, k, aoti_torch_dtype_int64());
   Tensor logsumexp = empty_rows(normed, -1, aoti_torch_dtype_float32());
   LmHeadTopK program(Rows(normed), weight, weight_scale ? &*weight_scale : nullptr, token_map ? &*token_map : nullptr,
-                     vocab_start, logits_soft_cap,
+                     vocab_start, logits_soft_cap, suppressed(suppress_ids),
                      {k, data<float>(logprobs), data<int64_t>(token_ids), data<float>(logsumexp)});
   run_alone(program);
   return {logprobs, token_ids, logsumexp};
@@ -73,7 +76,8 @@ std::tuple<Tensor, Tensor, Tensor> lm_head_topk(Tensor normed, Tensor weight, in
 STABLE_TORCH_LIBRARY_FRAGMENT(mtp_cpu, m) {
   m.def(
       "lm_head_topk(Tensor normed, Tensor weight, SymInt k, *, Tensor? weight_scale=None, Tensor? token_map=None,"
-      " SymInt vocab_start=0, float logits_soft_cap=0.0) -> (Tensor logprobs, Tensor token_ids, Tensor logsumexp)");
+      " SymInt vocab_start=0, float logits_soft_cap=0.0, Tensor? suppress_ids=None) -> (Tensor logprobs,"
+      " Tensor token_ids, Tensor logsumexp)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mtp_cpu, CPU, m) { m.impl("lm_head_topk", TORCH_BOX(&mtp::cpu::lm_head_topk)); }

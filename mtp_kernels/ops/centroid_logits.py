@@ -19,10 +19,12 @@ from ._checks import (
 )
 from ._contents import check_contents_finite, check_contents_range
 from ._registry import Spec, cpp_kernel, register, triton_kernel
+from ._suppress import check_suppress_contents, check_suppress_ids, too_many_suppressed
 
 NAME = "centroid_logits"
 SCHEMA = """centroid_logits(Tensor normed, Tensor centroid_weight, Tensor token_ordering, Tensor lm_head_weight,
-    SymInt num_active, *, bool centroid_ordered=False) -> (Tensor logits, Tensor token_ids)"""
+    SymInt num_active, *, bool centroid_ordered=False, Tensor? suppress_ids=None) -> (Tensor logits,
+    Tensor token_ids)"""
 
 
 def centroid_logits(
@@ -33,6 +35,7 @@ def centroid_logits(
     num_active: int,
     *,
     centroid_ordered: bool = False,
+    suppress_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logits and ids of a row's candidates: the tokens of its num_active best centroids.
 
@@ -50,6 +53,8 @@ def centroid_logits(
         num_active: centroids looked at, 1 to num_centroids.
         centroid_ordered: lm_head_weight's rows are in token_ordering's order already (`reorder_lm_head` makes it);
             the results are the same bits.
+        suppress_ids: [n] int32 or int64, tokens that must not be chosen: their logits are -inf. One that
+            is no candidate, as -1, changes nothing.
 
     Returns:
         logits [..., num_active * vocab / num_centroids] fp32 and token_ids int64 of the same shape. The order: the
@@ -64,7 +69,8 @@ def centroid_logits(
     (tensor([[7., 5.]]), tensor([[2, 0]]))
     """
     return torch.ops.mtp.centroid_logits(
-        normed, centroid_weight, token_ordering, lm_head_weight, num_active, centroid_ordered=centroid_ordered
+        normed, centroid_weight, token_ordering, lm_head_weight, num_active, centroid_ordered=centroid_ordered,
+        suppress_ids=suppress_ids,
     )
 
 
@@ -76,12 +82,14 @@ def check(
     num_active: int,
     *,
     centroid_ordered: bool = False,
+    suppress_ids: Tensor | None = None,
 ) -> None:
-    check_head(NAME, normed, centroid_weight, token_ordering, lm_head_weight, num_active)
+    check_head(NAME, normed, centroid_weight, token_ordering, lm_head_weight, num_active, suppress_ids)
 
 
 def check_head(
-    op: str, normed: Tensor, centroid_weight: Tensor, token_ordering: Tensor, lm_head_weight: Tensor, num_active: int
+    op: str, normed: Tensor, centroid_weight: Tensor, token_ordering: Tensor, lm_head_weight: Tensor, num_active: int,
+    suppress_ids: Tensor | None,
 ) -> None:
     """The checks of a centroid head's arguments, for `centroid_topk` too."""
     check_min_rank(op, "normed", normed, 1)
@@ -110,7 +118,8 @@ def check_head(
         "lm_head_weight": lm_head_weight,
     }
     check_last_contiguous(op, normed=normed, **tensors)
-    check_device(op, normed.device, "normed", **tensors)
+    check_suppress_ids(op, suppress_ids)
+    check_device(op, normed.device, "normed", **tensors, suppress_ids=suppress_ids)
 
 
 def outputs(
@@ -121,6 +130,7 @@ def outputs(
     num_active: int,
     *,
     centroid_ordered: bool = False,
+    suppress_ids: Tensor | None = None,
 ) -> tuple[Spec, ...]:
     shape = (*normed.shape[:-1], num_active * (token_ordering.size(0) // centroid_weight.size(0)))
     return (shape, torch.float32), (shape, torch.int64)
@@ -134,20 +144,24 @@ def contents(
     num_active: int,
     *,
     centroid_ordered: bool = False,
+    suppress_ids: Tensor | None = None,
 ) -> None:
-    check_head_contents(NAME, normed, centroid_weight, token_ordering, lm_head_weight)
+    check_head_contents(NAME, normed, centroid_weight, token_ordering, lm_head_weight, suppress_ids)
 
 
 def check_head_contents(
-    op: str, normed: Tensor, centroid_weight: Tensor, token_ordering: Tensor, lm_head_weight: Tensor
+    op: str, normed: Tensor, centroid_weight: Tensor, token_ordering: Tensor, lm_head_weight: Tensor,
+    suppress_ids: Tensor | None,
 ) -> None:
     vocab = lm_head_weight.size(0)
     check_contents_range(op, "token_ordering", token_ordering, 0, vocab - 1, f"lm_head_weight has {vocab} rows")
+    check_suppress_contents(op, suppress_ids, vocab)
     check_contents_finite(op, normed=normed, centroid_weight=centroid_weight, lm_head_weight=lm_head_weight)
 
 
 def serves(
-    normed: Tensor, centroid_weight: Tensor, token_ordering: Tensor, *args: object, **options: object
+    normed: Tensor, centroid_weight: Tensor, token_ordering: Tensor, *args: object, suppress_ids: Tensor | None = None,
+    **options: object
 ) -> str:
     """Why the Triton kernels do not serve these arguments, or "": those of `centroid_topk` too."""
     if normed.dim() > 4:
@@ -156,7 +170,7 @@ def serves(
         return f"{centroid_weight.size(0)} centroids, more than 2^13"  # whose scores a program has in its registers
     if token_ordering.size(0) >= 2**31:
         return f"a vocabulary of {token_ordering.size(0)}, more than 2^31 - 1"
-    return "normed has no columns" if normed.size(-1) == 0 else ""
+    return "normed has no columns" if normed.size(-1) == 0 else too_many_suppressed(suppress_ids)
 
 
 def serves_cpu(normed: Tensor, centroid_weight: Tensor, token_ordering: Tensor, *args: object, **options: object

@@ -13,8 +13,8 @@ from .centroid_logits import serves as serves_head
 
 NAME = "centroid_topk"
 SCHEMA = """centroid_topk(Tensor normed, Tensor centroid_weight, Tensor token_ordering, Tensor lm_head_weight,
-    SymInt num_active, SymInt k, *, bool centroid_ordered=False) -> (Tensor logprobs, Tensor token_ids,
-    Tensor logsumexp)"""
+    SymInt num_active, SymInt k, *, bool centroid_ordered=False, Tensor? suppress_ids=None) -> (Tensor logprobs,
+    Tensor token_ids, Tensor logsumexp)"""
 
 
 def centroid_topk(
@@ -26,6 +26,7 @@ def centroid_topk(
     k: int,
     *,
     centroid_ordered: bool = False,
+    suppress_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The k best tokens of a centroid head, without a tensor of the vocabulary's size.
 
@@ -45,6 +46,8 @@ def centroid_topk(
         k: 1 to num_active * vocab / num_centroids.
         centroid_ordered: lm_head_weight's rows are in token_ordering's order already (`reorder_lm_head` makes it);
             the results are the same bits.
+        suppress_ids: [n] int32 or int64, tokens that must not be chosen: their logits count as -inf, in logsumexp
+            too. One that is no candidate, as -1, changes nothing.
 
     Returns:
         logprobs [..., k] fp32 (at most 0), token_ids [..., k] int64, logsumexp [...] fp32 of the row's candidates.
@@ -59,7 +62,8 @@ def centroid_topk(
     (tensor([[-0.6931, -0.6931]]), tensor([[0, 2]]))
     """
     return torch.ops.mtp.centroid_topk(
-        normed, centroid_weight, token_ordering, lm_head_weight, num_active, k, centroid_ordered=centroid_ordered
+        normed, centroid_weight, token_ordering, lm_head_weight, num_active, k, centroid_ordered=centroid_ordered,
+        suppress_ids=suppress_ids,
     )
 
 
@@ -72,8 +76,9 @@ def check(
     k: int,
     *,
     centroid_ordered: bool = False,
+    suppress_ids: Tensor | None = None,
 ) -> None:
-    check_head(NAME, normed, centroid_weight, token_ordering, lm_head_weight, num_active)
+    check_head(NAME, normed, centroid_weight, token_ordering, lm_head_weight, num_active, suppress_ids)
     size = token_ordering.size(0) // centroid_weight.size(0)
     check_range(NAME, "k", k, 1, num_active * size, f"{num_active} active centroids of {size} tokens")
 
@@ -87,6 +92,7 @@ def outputs(
     k: int,
     *,
     centroid_ordered: bool = False,
+    suppress_ids: Tensor | None = None,
 ) -> tuple[Spec, ...]:
     rows = tuple(normed.shape[:-1])
     return ((*rows, k), torch.float32), ((*rows, k), torch.int64), (rows, torch.float32)
@@ -101,19 +107,20 @@ def contents(
     k: int,
     *,
     centroid_ordered: bool = False,
+    suppress_ids: Tensor | None = None,
 ) -> None:
-    check_head_contents(NAME, normed, centroid_weight, token_ordering, lm_head_weight)
+    check_head_contents(NAME, normed, centroid_weight, token_ordering, lm_head_weight, suppress_ids)
 
 
 def serves(
     normed: Tensor, centroid_weight: Tensor, token_ordering: Tensor, lm_head_weight: Tensor, num_active: int, k: int,
-    **options: object
+    *, suppress_ids: Tensor | None = None, **options: object
 ) -> str:
     """Why the Triton kernels do not serve these arguments, or ""."""
     pieces = -(-token_ordering.size(0) // centroid_weight.size(0) // 64)  # one program each; the last one holds all
     if num_active * pieces * min(k, 64) > 2**14:
         return f"{num_active} active centroids in {pieces} pieces each, and k = {k}: their product is above 2^14"
-    return serves_head(normed, centroid_weight, token_ordering)
+    return serves_head(normed, centroid_weight, token_ordering, suppress_ids=suppress_ids)
 
 
 register(SCHEMA, check=check, outputs=outputs, reference=reference, contents=contents,

@@ -25,10 +25,12 @@ from ._checks import (
 )
 from ._contents import check_contents, check_contents_finite
 from ._registry import Spec, cpp_kernel, register, triton_kernel
+from ._suppress import check_suppress_contents, check_suppress_ids, too_many_suppressed
 
 NAME = "lm_head_topk"
 SCHEMA = """lm_head_topk(Tensor normed, Tensor weight, SymInt k, *, Tensor? weight_scale=None, Tensor? token_map=None,
-    SymInt vocab_start=0, float logits_soft_cap=0.0) -> (Tensor logprobs, Tensor token_ids, Tensor logsumexp)"""
+    SymInt vocab_start=0, float logits_soft_cap=0.0, Tensor? suppress_ids=None) -> (Tensor logprobs, Tensor token_ids,
+    Tensor logsumexp)"""
 
 
 def lm_head_topk(
@@ -40,6 +42,7 @@ def lm_head_topk(
     token_map: Tensor | None = None,
     vocab_start: int = 0,
     logits_soft_cap: float = 0.0,
+    suppress_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The k best tokens of a dense head, without a tensor of logits.
 
@@ -60,6 +63,8 @@ def lm_head_topk(
             vocabulary, so vocab_start must be 0 beside it.
         vocab_start: the token id of the first row of this shard.
         logits_soft_cap: 0 for none.
+        suppress_ids: [n] int32 or int64, tokens that must not be chosen: their logits count as -inf, in logsumexp too.
+            Ids of the whole vocabulary, as the results name them; one that is not here, as -1, changes nothing.
 
     Returns:
         logprobs [..., k] fp32 (at most 0), token_ids [..., k] int64, logsumexp [...] fp32 of the rows of `weight`.
@@ -80,6 +85,7 @@ def lm_head_topk(
         token_map=token_map,
         vocab_start=vocab_start,
         logits_soft_cap=logits_soft_cap,
+        suppress_ids=suppress_ids,
     )
 
 
@@ -92,6 +98,7 @@ def check(
     token_map: Tensor | None = None,
     vocab_start: int = 0,
     logits_soft_cap: float = 0.0,
+    suppress_ids: Tensor | None = None,
 ) -> None:
     check_min_rank(NAME, "normed", normed, 1)
     check_float(NAME, "normed", normed)
@@ -107,7 +114,9 @@ def check(
         require(vocab_start == 0, NAME, "vocab_start", 0, vocab_start, "token_map names the ids")
     require(0 <= logits_soft_cap < math.inf, NAME, "logits_soft_cap", "0 or a positive number", logits_soft_cap)
     check_last_contiguous(NAME, normed=normed, weight=weight, weight_scale=weight_scale, token_map=token_map)
-    check_device(NAME, normed.device, "normed", weight=weight, weight_scale=weight_scale, token_map=token_map)
+    check_suppress_ids(NAME, suppress_ids)
+    check_device(NAME, normed.device, "normed", weight=weight, weight_scale=weight_scale, token_map=token_map,
+                 suppress_ids=suppress_ids)
 
 
 def _check_scale(weight: Tensor, weight_scale: Tensor | None) -> None:
@@ -131,6 +140,7 @@ def outputs(
     token_map: Tensor | None = None,
     vocab_start: int = 0,
     logits_soft_cap: float = 0.0,
+    suppress_ids: Tensor | None = None,
 ) -> tuple[Spec, ...]:
     rows = tuple(normed.shape[:-1])
     return ((*rows, k), torch.float32), ((*rows, k), torch.int64), (rows, torch.float32)
@@ -145,13 +155,17 @@ def contents(
     token_map: Tensor | None = None,
     vocab_start: int = 0,
     logits_soft_cap: float = 0.0,
+    suppress_ids: Tensor | None = None,
 ) -> None:
     if token_map is not None:
         check_contents(NAME, "token_map", token_map, token_map < 0, "a token id of at least 0")
+    check_suppress_contents(NAME, suppress_ids)
     check_contents_finite(NAME, normed=normed, weight=weight, weight_scale=weight_scale)
 
 
-def serves(normed: Tensor, weight: Tensor, k: int, **options: object) -> str:
+def serves(
+    normed: Tensor, weight: Tensor, k: int, *, suppress_ids: Tensor | None = None, **options: object
+) -> str:
     """Why the Triton kernel does not serve these arguments, or ""."""
     if normed.dim() > 4:
         return f"normed has {normed.dim() - 1} leading dimensions, more than 3"
@@ -159,7 +173,7 @@ def serves(normed: Tensor, weight: Tensor, k: int, **options: object) -> str:
         return f"k is {k}, more than 128: it reads the weight once for every 8"
     if weight.size(0) > 2**22:
         return f"weight has {weight.size(0)} rows, more than 2^22"
-    return "normed has no columns" if normed.size(-1) == 0 else ""
+    return "normed has no columns" if normed.size(-1) == 0 else too_many_suppressed(suppress_ids)
 
 
 def serves_cpu(normed: Tensor, weight: Tensor, k: int, **options: object) -> str:

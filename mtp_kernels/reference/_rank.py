@@ -25,6 +25,13 @@ def rank_by_id(values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return best, ids.gather(-1, by_id).gather(-1, places)
 
 
+def suppress(logits: Tensor, ids: Tensor, suppress_ids: Tensor | None) -> Tensor:
+    """logits with -inf where the candidate's id is in suppress_ids [n]; ids [candidates], or of the shape of logits."""
+    if suppress_ids is None:
+        return logits
+    return logits.masked_fill((ids.unsqueeze(-1) == suppress_ids).any(-1), -torch.inf)
+
+
 def log_sum_exp(logits: Tensor) -> Tensor:
     """log(sum(exp(logits))) over the last dimension; NaN adds nothing, a row with nothing else gives -inf."""
     return torch.logsumexp(no_nan(logits), dim=-1)

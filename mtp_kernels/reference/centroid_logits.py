@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ._math import linear, matmul, rank_descending
+from ._rank import suppress
 
 
 def centroid_logits(
@@ -16,6 +17,7 @@ def centroid_logits(
     num_active: int,
     *,
     centroid_ordered: bool = False,
+    suppress_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logits and ids of the best centroids' tokens: best centroid first, its tokens as token_ordering lists them.
 
@@ -27,4 +29,5 @@ def centroid_logits(
     places = (chosen.unsqueeze(-1) * size + place).flatten(-2)  # [..., num_active * size]
     token_ids = token_ordering[places].long().clamp(0, lm_head_weight.size(0) - 1)
     rows = lm_head_weight[places if centroid_ordered else token_ids]  # [..., num_active * size, hidden]
-    return matmul(rows, normed.unsqueeze(-1)).squeeze(-1), token_ids
+    logits = matmul(rows, normed.unsqueeze(-1)).squeeze(-1)
+    return suppress(logits, token_ids, suppress_ids), token_ids

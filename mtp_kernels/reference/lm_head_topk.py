@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ._math import accumulate, linear, rank_descending
-from ._rank import log_sum_exp, rank_by_id, to_logprobs
+from ._rank import log_sum_exp, rank_by_id, suppress, to_logprobs
 
 CHUNK_ELEMENTS = 2**23  # of the weight converted at a time: 32 MiB in fp32, where a whole Gemma 4 head is 1 GiB
 
@@ -20,6 +20,7 @@ def lm_head_topk(
     token_map: Tensor | None = None,
     vocab_start: int = 0,
     logits_soft_cap: float = 0.0,
+    suppress_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The k best rows of the head, in one pass over chunks of rows with a running top-k and logsumexp."""
     num_rows, hidden = weight.shape
@@ -34,6 +35,7 @@ def lm_head_topk(
         rows = slice(start, start + chunk)
         scale = None if weight_scale is None else weight_scale[rows]
         logits = _logits(normed, weight[rows], scale, logits_soft_cap)  # [..., chunk]
+        logits = suppress(logits, token_map[rows], suppress_ids)
         total = torch.logaddexp(total, log_sum_exp(logits))
         ids, by_id = token_map[rows].long().sort(stable=True)  # rank_descending then prefers the lowest id
         values, places = rank_descending(logits[..., by_id], k)

@@ -268,6 +268,20 @@ void finish_logits(const LmHeadParams& p, int64_t row, float* logits, int64_t co
   }
 }
 
+// Which of `count` rows of the weight name a suppressed token; false where none does.
+bool find_suppressed(const LmHeadParams& p, int64_t row, int64_t count, bool* found) {
+  bool any = false;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t id = token_at(p, row + i);
+    found[i] = false;
+    for (int64_t n = 0; n < p.num_suppressed; ++n) {
+      found[i] |= p.suppress_ids[n] == id;
+    }
+    any |= found[i];
+  }
+  return any;
+}
+
 template <class T>
 void lm_head_chunk(const LmHeadParams& p, int64_t chunk) {
   float logits[kHeadRows * kLmHeadBlock];
@@ -285,11 +299,16 @@ void lm_head_chunk(const LmHeadParams& p, int64_t chunk) {
     const int64_t count = end - row < kLmHeadBlock ? end - row : kLmHeadBlock;
     const T* weight = static_cast<const T*>(p.weight) + row * p.weight_stride;
     dots<T>({p.x, p.x_stride, p.rows, weight, p.weight_stride, p.hidden, nullptr, count, logits, kLmHeadBlock});
+    bool never[kLmHeadBlock];
+    const bool some_never = p.num_suppressed > 0 && find_suppressed(p, row, count, never);
     for (int64_t r = 0; r < p.rows; ++r) {
       float* values = logits + r * kLmHeadBlock;
       float* best = p.best + (r * p.chunks + chunk) * p.k;
       int64_t* ids = p.best_ids + (r * p.chunks + chunk) * p.k;
       finish_logits(p, row, values, count);
+      for (int64_t i = 0; some_never && i < count; ++i) {
+        values[i] = never[i] ? -__builtin_inff() : values[i];
+      }
       const LogSum block = block_sum(values, count);
       totals[r] = merge(totals[r], block);
       if (block.largest >= best[p.k - 1]) {

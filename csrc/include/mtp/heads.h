@@ -42,7 +42,9 @@ struct LmHeadParams {
   const void* token_map;  // [vocab] int32 or int64, or null
   bool map_is_int64;
   int64_t vocab_start;
-  float soft_cap;  // 0 for none
+  float soft_cap;               // 0 for none
+  const int64_t* suppress_ids;  // [num_suppressed] token ids
+  int64_t num_suppressed;
   int64_t k;
   int64_t chunks;
 
