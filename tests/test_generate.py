@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from generation_cases import VOCAB, pad, plain_greedy, tiny_greedy, tiny_pair, trained_pair, unequal_prompts
 from torch import Tensor
 
-from mtp_kernels import ArgumentError, generate
+from mtp_kernels import AcceptanceStats, ArgumentError, DraftPolicy, generate
 from mtp_kernels.demo.pair import HEADS, load_pair, pair_directory
 from mtp_kernels.generation import GenerationChunk, GenerationStatistics, _loop
 from mtp_kernels.generation._target import Target
@@ -226,6 +226,38 @@ def test_a_policy_chooses_each_round(shape: dict[str, Any]) -> None:
         assert len(ids) == len(drafted) == len(accepted) and all(a <= d for a, d in zip(accepted, drafted))
     with pytest.raises(ArgumentError, match=r"generate: policy: expected at least 0, got -1 \(what choose\(\) gave\)"):
         generate(pair.model, pair.weights, ids_of(pair), max_new_tokens=4, policy=Recorder([-1]))
+
+
+@pytest.mark.parametrize("head", ["centroid", "dense"])
+def test_draft_policy_and_acceptance(head: str) -> None:
+    """The library's own policy changes how deep is drafted and nothing that is said; its counts are generate()'s."""
+    pair = trained_pair(head)
+    ids, mask = pad(unequal_prompts(pair)[:3])
+    policy, stats, chunks = DraftPolicy(max_steps=6), AcceptanceStats(), []
+    out = generate(
+        pair.model, pair.weights, ids, mask, max_new_tokens=NEW, num_steps=6, policy=policy, callback=chunks.append
+    )
+    assert [tuple(ids) for ids in out.token_ids] == list(plain_greedy(head, NEW))[:3]
+    rounds = [c for c in chunks if c.num_drafted]
+    stats.update([c.num_accepted for c in rounds], [c.num_drafted for c in rounds])
+    assert stats.drafting_rounds == out.statistics.rounds
+    assert stats.accepted == out.statistics.reached  # of rounds whose depths differ
+
+
+@pytest.mark.parametrize("shape", [{}, {"topk": 4, "num_draft_tokens": 16}])
+def test_suppressed_ids_are_never_drafted(shape: dict[str, Any]) -> None:
+    """Without the tokens that the target says, no draft is right, and the text is the same."""
+    pair = trained_pair("centroid")
+    ids, mask = pad(unequal_prompts(pair)[:2])
+    said = [token for one in plain_greedy("centroid", NEW)[:2] for token in one]
+    chunks: list[GenerationChunk] = []
+    out = generate(
+        pair.model, pair.weights, ids, mask, max_new_tokens=NEW, suppress_ids=said, callback=chunks.append, **shape
+    )
+    assert [tuple(ids) for ids in out.token_ids] == list(plain_greedy("centroid", NEW))[:2]
+    assert all(c.num_accepted == 0 for c in chunks) and any(c.num_drafted for c in chunks)
+    with pytest.raises(ArgumentError, match="generate: suppress_ids: expected int32 or int64, got float32"):
+        generate(pair.model, pair.weights, ids, mask, max_new_tokens=4, suppress_ids=[0.5])
 
 
 def ids_of(pair: Any) -> Tensor:

@@ -165,7 +165,7 @@ def test_errors() -> None:
     error("DraftPolicy: explore: expected a number from 0 to below 1, got 1", DraftPolicy, explore=1)
     error("DraftPolicy: costs: expected a CostModel, got dict", DraftPolicy, costs={})
     error("DraftPolicy: batch: expected at least 0, got -1", policy.choose, -1)
-    error("DraftPolicy: request_ids: expected 2 ids, got 1 (batch)", policy.choose, 2, [5])
+    error("DraftPolicy: request_ids: expected at most 2 ids, got 3 (batch)", policy.choose, 2, [5, 6, 7])
     error("DraftPolicy: num_drafted: expected 2 counts, got 1 (request_ids)", policy.update, [1, 2], [1], [0, 0], 0, 0)
     error("DraftPolicy: num_accepted: expected 1 counts, got 0 (request_ids)", policy.update, [1], [1], [], 0, 0)
     error("DraftPolicy: num_drafted[1]: expected 0 to 4, got 5 (max_steps)", policy.update, [1, 2], [1, 5], [0, 0], 0,

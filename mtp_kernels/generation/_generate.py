@@ -14,7 +14,7 @@ from ..draft import num_candidates
 from ..ops._checks import check_device, check_dtype, check_range, fail, require, show_dtypes
 from ..weights import AssistantWeights
 from ._loop import GenerationChunk, Loop
-from ._policy import DraftPolicy
+from ._policy import RoundPolicy
 from ._requests import make_requests
 from ._sampling import Sampling
 from ._statistics import GenerationStatistics
@@ -60,8 +60,9 @@ def generate(
     stop_ids: Sequence[int] | Tensor | None = None,
     callback: Callable[[GenerationChunk], None] | None = None,
     page_size: int = 16,
-    policy: DraftPolicy | None = None,
+    policy: RoundPolicy | None = None,
     draft_enabled: bool | Sequence[bool] = True,
+    suppress_ids: Sequence[int] | Tensor | None = None,
 ) -> GenerationOutput:
     """Continue every prompt of a batch, drafting with the assistant: the target's own text in fewer target runs.
 
@@ -88,8 +89,9 @@ def generate(
         stop_ids: tokens that end a request; they are the last it says.
         callback: called with a `GenerationChunk` for every request in every round, as its tokens come.
         page_size: rows of KV a page.
-        policy: chooses the draft steps of each round, up to num_steps; see `mtp_kernels.generation.DraftPolicy`.
+        policy: chooses the draft steps of each round, up to num_steps; a `DraftPolicy`, or what `mtp_kernels.generation.RoundPolicy` asks for.
         draft_enabled: for all, or one a request: False decodes that request without drafts.
+        suppress_ids: tokens that are never drafted; the target may still say them.
 
     Returns:
         GenerationOutput: token ids, why each request ended, and statistics.
@@ -112,14 +114,14 @@ def generate(
     check_range(WHERE, "page_size", page_size, 1)
     runner = Target(target)
     weights = _weights(assistant, runner, topk)
-    stops = _stop_ids(stop_ids, runner.device)
+    stops, never = _ids("stop_ids", stop_ids, runner.device), _ids("suppress_ids", suppress_ids, runner.device)
     requests = make_requests(
         input_ids, attention_mask, max_new_tokens, draft_enabled, seed, runner.vocab, runner.device
     )
     most_nodes = num_draft_tokens or num_candidates(max(1, num_steps), topk) + 1
     runner.open_cache([r.prompt.numel() + r.max_new_tokens + most_nodes for r in requests], page_size)
     sampling = Sampling(float(temperature), top_k, float(top_p))
-    loop = Loop(runner, weights, sampling, num_steps, topk, num_draft_tokens, stops, policy, callback)
+    loop = Loop(runner, weights, sampling, num_steps, topk, num_draft_tokens, stops, policy, callback, never)
     loop.run(requests)
     return GenerationOutput([r.output for r in requests], [r.finish_reason for r in requests], loop.statistics)
 
@@ -157,11 +159,12 @@ def _weights(assistant: Any, target: Target, topk: int) -> AssistantWeights:
     return assistant
 
 
-def _stop_ids(stop_ids: Sequence[int] | Tensor | None, device: torch.device) -> Tensor | None:
-    if stop_ids is None:
+def _ids(name: str, given: Sequence[int] | Tensor | None, device: torch.device) -> Tensor | None:
+    """A list of token ids [n]; None for an empty one."""
+    if given is None:
         return None
-    stops = torch.as_tensor(stop_ids, device=device)
-    if stops.numel() == 0:
+    ids = torch.as_tensor(given, device=device)
+    if ids.numel() == 0:
         return None
-    check_dtype(WHERE, "stop_ids", stops, (torch.int32, torch.int64))
-    return stops.long().flatten()
+    check_dtype(WHERE, name, ids, (torch.int32, torch.int64))
+    return ids.long().flatten()

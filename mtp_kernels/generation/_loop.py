@@ -12,7 +12,7 @@ from torch import Tensor
 from ..draft import DraftTree, draft, num_candidates
 from ..ops._checks import check_range
 from ..weights import AssistantWeights
-from ._policy import DraftPolicy
+from ._policy import RoundPolicy
 from ._requests import Request
 from ._sampling import Sampling
 from ._statistics import GenerationStatistics
@@ -44,8 +44,9 @@ class Loop:
     topk: int
     num_draft_tokens: int | None
     stop_ids: Tensor | None  # [n] int64
-    policy: DraftPolicy | None
+    policy: RoundPolicy | None
     emit: Callable[[GenerationChunk], None] | None
+    suppress_ids: Tensor | None = None  # [n] int64
     statistics: GenerationStatistics = field(default_factory=GenerationStatistics)
 
     def run(self, requests: Sequence[Request]) -> None:
@@ -104,7 +105,8 @@ class Loop:
         own = lengths[place]
         with torch.no_grad():
             drafted = draft(
-                self.weights, kv, seed_ids[place], seed_state[place], own, steps, self.topk, nodes, root_positions=own
+                self.weights, kv, seed_ids[place], seed_state[place], own, steps, self.topk, nodes, root_positions=own,
+                suppress_ids=self.suppress_ids,
             )
         depth = min(steps, drafted.draft_ids.size(1) - 1)
         depths = [0] * len(active)

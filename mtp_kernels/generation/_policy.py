@@ -1,4 +1,4 @@
-"""What generate() asks of a speculation policy."""
+"""What generate() asks of a speculation policy; `mtp_kernels.DraftPolicy` answers it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 
-class DraftPolicy(Protocol):
+class RoundPolicy(Protocol):
     """Decides round by round how deep to draft. Request ids are the rows of generate()'s batch, 0 to batch - 1."""
 
     def choose(self, batch: int, request_ids: Sequence[int] | None = None) -> int:

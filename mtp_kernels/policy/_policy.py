@@ -94,14 +94,15 @@ class DraftPolicy:
 
         Args:
             batch: requests in the round.
-            request_ids: [batch] who they are; None where that is not known: all count as the average then.
+            request_ids: those that would draft, at most `batch`; the others take one token a round at any depth. None
+                where they are not known: all draft and count as the average then.
 
         Raises:
-            ArgumentError: a negative batch, or another number of ids.
+            ArgumentError: a negative batch, or more ids than that.
         """
         check_range(WHERE, "batch", batch, 0)
-        if request_ids is not None and len(request_ids) != batch:
-            fail(WHERE, "request_ids", f"{batch} ids", len(request_ids), "batch")
+        if request_ids is not None and len(request_ids) > batch:
+            fail(WHERE, "request_ids", f"at most {batch} ids", len(request_ids), "batch")
         drafting = batch if request_ids is None else self._drafting(request_ids)
         if drafting == 0:
             return 0
