@@ -89,7 +89,8 @@ def generate(
         stop_ids: tokens that end a request; they are the last it says.
         callback: called with a `GenerationChunk` for every request in every round, as its tokens come.
         page_size: rows of KV a page.
-        policy: chooses the draft steps of each round, up to num_steps; a `DraftPolicy`, or what `mtp_kernels.generation.RoundPolicy` asks for.
+        policy: chooses the draft steps of each round, up to num_steps: a `DraftPolicy`, or anything that answers as
+            `mtp_kernels.generation.RoundPolicy` does.
         draft_enabled: for all, or one a request: False decodes that request without drafts.
         suppress_ids: tokens that are never drafted; the target may still say them.
 
