@@ -1,0 +1,9 @@
+"""draft_attention's tests in Triton's interpreter: as long as those of all other ops together."""
+
+from __future__ import annotations
+
+from triton_interpreted import check_interpreted
+
+
+def test_interpreted() -> None:
+    check_interpreted("draft_attention")

@@ -1,0 +1,25 @@
+"""Runs an op's tests with its Triton kernel in Triton's interpreter, in a process of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+
+
+def check_interpreted(name: str) -> None:
+    """The files test_<name>*.py pass, and hold a test of the kernel."""
+    files = [str(p) for p in sorted(TESTS.glob(f"test_{name}*.py"))]
+    config = str(TESTS.parent / "pyproject.toml")
+    command = [sys.executable, "-m", "pytest", "-c", config, "-q", "-x", "-p", "no:cacheprovider", "-k", "triton"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | {"TRITON_INTERPRET": "1"}
+    paths = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, paths))
+    # Not in the repository's folder: its mtp_kernels would come before the installed one.
+    done = subprocess.run([*command, *files], cwd=TESTS, capture_output=True, text=True, env=environment, timeout=900)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 0  # type: ignore[index]
