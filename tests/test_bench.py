@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from harness import forced, results
-from mtp_kernels.bench import run_generate, runner
+from mtp_kernels.bench import run_generate, run_steps, runner
 from mtp_kernels.bench.case import Case, Result, Unsupported
 from mtp_kernels.bench.inputs import config_of
 from mtp_kernels.bench.ops import bench_of
@@ -24,6 +24,7 @@ from mtp_kernels.bench.setting import Setting
 from mtp_kernels.bench.timing import Times
 from torch import Tensor
 
+from mtp_kernels import _native, captured
 from mtp_kernels.ops import OPS
 from mtp_kernels.ops._registry import Kernel
 
@@ -63,6 +64,7 @@ def ours(case: Case, setting: Setting = SETTING) -> Result:
 def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Gives an op one kernel, which makes its results from the right ones."""
     monkeypatch.delenv("MTP_FORCE_IMPL", raising=False)
+    monkeypatch.setattr(run_steps, "choose_kernels", lambda *args: ("ops", "the ops are what is tested"))
 
     def fill(op: str, change: Callable[..., Any]) -> None:
         reference = OPS[op].reference
@@ -372,6 +374,31 @@ def test_a_wrong_kernel_makes_a_round_wrong(topk: int, op: str, change: Any, ser
     serve(op, lambda found: found)
     assert ours(case).us is not None
     serve(op, change)
+    result = ours(case)
+    assert result.status == "wrong" and result.us is None
+
+
+@pytest.mark.skipif(bool(_native.cpu_library()), reason="the C++ library is not built")
+@pytest.mark.parametrize("level", ["step", "round"])
+def test_a_wrong_whole_step_gets_no_time(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU what is timed is the library's whole step, not the ops."""
+    monkeypatch.delenv("MTP_FORCE_IMPL", raising=False)
+    case = step_case(level, batch=2)
+    right = ours(case)
+    assert right.us is not None and right.implementation == "cpu, whole step"
+    made = captured.cpu_step
+
+    def wrong(*args: Any) -> Any:
+        step = made(*args)
+
+        def changed(*inputs: Any) -> Any:
+            logprobs, ids, state = step(*inputs)
+            return logprobs, (ids + 1) % 64, state
+
+        return changed
+
+    monkeypatch.setattr(run_steps, "cpu_step", wrong)
+    monkeypatch.setattr(captured, "cpu_step", wrong)
     result = ours(case)
     assert result.status == "wrong" and result.us is None
 

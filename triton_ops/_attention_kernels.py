@@ -149,7 +149,7 @@ def attend(
     logits_soft_cap, eps,
     HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
     SLABS: tl.constexpr, CHUNKS: tl.constexpr, LOG2_PAGE: tl.constexpr, SOFT_CAP: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    EARLY: tl.constexpr,
 ):
     """Grid (batch * num_kv_heads * row blocks, parts). A part is CHUNKS chunks, in one loop over their tiles."""
     let_others_start(EARLY)

@@ -57,6 +57,7 @@ def rank_launch(scores: Tensor, group_max: Tensor, group: int, num_active: int) 
         "NUM_CENTROIDS": num_centroids, "NUM_GROUPS": num_groups, "GROUP": group,
         "NUM_ACTIVE": num_active, "BLOCK_G": triton.next_power_of_2(num_groups),
         "BLOCK_C": triton.next_power_of_2(num_centroids), "HASTY": rows <= FEW_ROWS,
+        "EARLY": False,
     }
     arguments = {"scores": scores, "group_max": group_max, "chosen": chosen}
     return Launch(rank_kernel, (rows, num_groups), arguments, constants), chosen
@@ -79,7 +80,7 @@ def candidate_launch(
     constants = {
         "HIDDEN": normed.size(-1), "VOCAB": token_ordering.size(0), "SIZE": size, "NUM_ACTIVE": num_active,
         "PIECES": pieces(size), "ORDERED": centroid_ordered, "DEPTH": depth, "BLOCK_T": BLOCK_T,
-        "BLOCK_K": _block_k(normed), "NUM_SUPPRESSED": num_suppressed,
+        "BLOCK_K": _block_k(normed), "NUM_SUPPRESSED": num_suppressed, "EARLY": False,
     }
     return Launch(candidate_kernel, (rows, num_active * pieces(size)), args, constants)
 
@@ -121,7 +122,7 @@ def score_kernel(
 def rank_kernel(
     scores, group_max, chosen, NUM_CENTROIDS: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr,
     NUM_ACTIVE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, HASTY: tl.constexpr,
-    EARLY: tl.constexpr = False
+    EARLY: tl.constexpr
 ):
     """Programs (a row, a group): the rank of each of the group's centroids, by counting those in front of it.
 
@@ -166,7 +167,7 @@ def candidate_kernel(
     lm_head_weight, head_stride, suppress_ids, logits, token_ids, part_values, part_orders, part_max, part_sum,
     HIDDEN: tl.constexpr, VOCAB: tl.constexpr, SIZE: tl.constexpr, NUM_ACTIVE: tl.constexpr, PIECES: tl.constexpr,
     ORDERED: tl.constexpr, DEPTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-    NUM_SUPPRESSED: tl.constexpr, EARLY: tl.constexpr = False
+    NUM_SUPPRESSED: tl.constexpr, EARLY: tl.constexpr
 ):
     """Programs (a row, a piece of an active centroid): the logits of BLOCK_T tokens, given out or ranked."""
     let_others_start(EARLY)

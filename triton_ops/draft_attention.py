@@ -118,7 +118,7 @@ def plan(
             "HEAD_DIM": head_dim, "BLOCK_ROWS": c.block_rows, "BLOCK_GROUP": c.block_group, "BLOCK_N": c.block_n,
             "SLABS": c.slabs, "CHUNKS": chunks_a_part,
             "LOG2_PAGE": page_size.bit_length() - 1 if page_size & (page_size - 1) == 0 else -1,
-            "SOFT_CAP": logits_soft_cap > 0, "STAGES": c.stages,
+            "SOFT_CAP": logits_soft_cap > 0, "STAGES": c.stages, "EARLY": False,
         },
         num_warps=c.num_warps,
     )
