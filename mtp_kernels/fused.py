@@ -17,6 +17,7 @@ from torch import Tensor
 from . import _triton
 from .draft import DraftTree, num_candidates
 from .kv_view import KVView
+from .ops.centroid_topk import serves as serves_head
 from .ops.draft_attention import triton_serves
 from .triton_ops import _round, draft_attention
 from .triton_ops._centroids import candidate_launch, pieces, rank_launch
@@ -62,6 +63,11 @@ def refuses(weights: AssistantWeights, kv: Mapping[str, KVView], topk: int) -> s
         return "fp32"
     if topk > 64:
         return "topk above 64"
+    assert weights.token_ordering is not None
+    head = (weights.norm, weights.centroids, weights.token_ordering, weights.lm_head, weights.num_active, topk)
+    why = serves_head(*head)
+    if why:
+        return why
     columns = [weights.backbone, *(n for layer in weights.layers for n in (layer.q_proj.size(0), layer.down.size(1)))]
     if any(n % 16 for n in columns) or centroids % 16:
         return "a projection whose columns are no multiple of 16"
