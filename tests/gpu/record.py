@@ -10,6 +10,7 @@ import json
 import platform
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,18 +19,31 @@ import mtp_kernels
 
 
 class Counter:
-    """Counts outcomes by test file, and keeps the names of failures."""
+    """Counts outcomes by test file, and keeps the names of failures.
 
-    def __init__(self) -> None:
+    The record is written after every failure and every hundred outcomes: a run that is cut short leaves what it saw,
+    with null for its exit code.
+    """
+
+    def __init__(self, about: dict[str, Any], out: Path) -> None:
+        self.about, self.out = about, out
         self.outcomes: dict[str, dict[str, int]] = {}
         self.failed: list[str] = []
+        self.count = 0
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
             of_file = self.outcomes.setdefault(report.location[0], {})
             of_file[report.outcome] = of_file.get(report.outcome, 0) + 1
+            self.count += 1
             if report.failed:
                 self.failed.append(report.nodeid)
+            if report.failed or self.count % 100 == 0:
+                self.write(None)
+
+    def write(self, exit_code: int | None) -> None:
+        record = {**self.about, "exit_code": exit_code, "failed": self.failed, "outcomes": self.outcomes}
+        self.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> int:
@@ -37,21 +51,18 @@ def main() -> int:
     parser.add_argument("--commit", required=True)
     parser.add_argument("--out", type=Path, required=True)
     args, rest = parser.parse_known_args()
-    counter = Counter()
-    code = int(pytest.main(["-q", *rest], plugins=[counter]))
-    record = {
+    about = {
         "commit": args.commit,
         "command": " ".join(["python", "tests/gpu/record.py", *sys.argv[1:]]),
-        "exit_code": code,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "served_by": {f"{r.op} on {r.device}": r.serves for r in mtp_kernels.report().rows},
-        "failed": counter.failed,
-        "outcomes": counter.outcomes,
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    counter = Counter(about, args.out)
+    code = int(pytest.main(["-q", *rest], plugins=[counter]))
+    counter.write(code)
     return code
 
 
