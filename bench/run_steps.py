@@ -90,10 +90,10 @@ def candidates(case: Case, problem: StepProblem, setting: Setting) -> list[Candi
     kernels = _kernels(problem.inputs, case)
     served = {FUSED: "triton, fused", STEP: "cpu, whole step"}.get(kernels)
     if case.level == "round":
-        served = served or served_by(lambda: _our_round(problem.inputs, case))
-        return [Candidate("mtp", lambda one: lambda: _our_round(one, case), _tree, served)]
+        served = served or served_by(lambda: _our_round(problem.inputs, case, kernels))
+        return [Candidate("mtp", lambda one: lambda: _our_round(one, case, kernels), _tree, served)]
     served = served or served_by(lambda: _our_chain(problem.inputs, case))
-    found = [Candidate("mtp", _bind_ours(case), _flat, served)]
+    found = [Candidate("mtp", _bind_ours(case, kernels), _flat, served)]
     found.append(Candidate("pytorch", lambda one: _engine(one, case, plain.step, _gather(case)), _flat))
     if setting.compile_steps:
         torch._dynamo.reset()
@@ -108,11 +108,10 @@ def candidates(case: Case, problem: StepProblem, setting: Setting) -> list[Candi
     return found
 
 
-def _bind_ours(case: Case) -> Callable[[StepInputs], Callable[[], Any]]:
+def _bind_ours(case: Case, kernels: str) -> Callable[[StepInputs], Callable[[], Any]]:
     """What CapturedDraft runs: in a graph the private kernels or the ops, on a CPU the library's whole step."""
 
     def bind(one: StepInputs) -> Callable[[], Any]:
-        kernels = _kernels(one, case)
         if kernels == FUSED:
             return lambda: _our_fused_chain(one, case)
         whole = cpu_step(one.weights, one.kv) if kernels == STEP else None
@@ -150,11 +149,11 @@ def _our_fused_chain(one: StepInputs, case: Case) -> tuple[list[Tensor], list[Te
     return list(chain.cand_ids.unbind(1)), chain.states
 
 
-def _our_round(one: StepInputs, case: Case) -> Callable[[], DraftTree]:
+def _our_round(one: StepInputs, case: Case, kernels: str) -> Callable[[], DraftTree]:
     """In a graph what CapturedDraft captures, else draft()."""
     nodes, roots = (None, None) if case.topk == 1 else (num_nodes(case), one.positions)
     start = (one.weights, one.kv, one.seed_ids, one.state, one.positions)
-    return launch_round(_kernels(one, case), *start, case.num_steps, case.topk, nodes, roots)
+    return launch_round(kernels, *start, case.num_steps, case.topk, nodes, roots)
 
 
 def _tree(made: Callable[[], DraftTree]) -> tuple[Tensor | None, ...]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from . import _triton
-from ._cpu_step import cpu_step, why_no_step
-from .draft import DraftTree, StepOutput, chain_links, check_draft, draft, draft_with
+from ._cpu_step import CpuStep, cpu_step, why_no_step
+from .draft import DraftTree, Step, StepOutput, chain_links, check_draft, draft, draft_with
 from .kv_view import KVView
 from .ops._checks import check_device, check_dtype, check_index, check_range, check_shape, fail, require
 from .weights import AssistantWeights
@@ -225,10 +225,7 @@ class CapturedDraft:
         if self.kernels != STEP:
             return lambda: run()()
         b = self.buffers
-        whole = cpu_step(self.weights, kv)
-
-        def step(ids: Tensor, state: Tensor, row_index: Tensor | None) -> StepOutput:
-            return StepOutput(*whole(ids, state, b.positions[:size], row_index, self.topk))
+        step = _whole_step(cpu_step(self.weights, kv), b.positions[:size], self.topk)
 
         def replay() -> DraftTree:
             if why_no_step(self.weights):
@@ -258,11 +255,7 @@ def launch_round(
     What this returns gives the draft afterwards, with what is the same for every chain, which no replay makes again.
     """
     if kernels == STEP:
-        whole = cpu_step(weights, kv)
-
-        def step(ids: Tensor, state: Tensor, row_index: Tensor | None) -> StepOutput:
-            return StepOutput(*whole(ids, state, positions, row_index, topk))
-
+        step = _whole_step(cpu_step(weights, kv), positions, topk)
         tree = draft_with(step, seed_ids, seed_state, num_steps, topk, num_draft_tokens, root_positions)
         return lambda: tree
     if kernels == OPS or seed_ids.size(0) == 0:
@@ -280,6 +273,13 @@ def launch_round(
         return lambda: tree
     chain = fused.draft_chain(drafter, seed_ids, seed_state, num_steps, num_draft_tokens, root_positions)
     return lambda: chain_links(*chain[:4])
+
+
+def _whole_step(whole: CpuStep, positions: Tensor, topk: int) -> Step:
+    def step(ids: Tensor, state: Tensor, row_index: Tensor | None) -> StepOutput:
+        return StepOutput(*whole(ids, state, positions, row_index, topk))
+
+    return step
 
 
 def choose_kernels(

@@ -21,7 +21,7 @@ from .ops.centroid_topk import serves as serves_head
 from .ops.draft_attention import triton_serves
 from .triton_ops import _round, draft_attention
 from .triton_ops._centroids import candidate_launch, pieces, rank_launch
-from .triton_ops._launch import Launch
+from .triton_ops._launch import Launch, capability
 from .triton_ops._topk import merge_launch, new_parts, new_results
 from .weights import AssistantWeights, LayerWeights
 
@@ -84,7 +84,7 @@ def refuses(weights: AssistantWeights, kv: Mapping[str, KVView], topk: int) -> s
 
 def overlaps(device: torch.device) -> bool:
     """Whether kernels may start early there."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return capability(device) >= 90
 
 
 def draft_chain(
@@ -189,7 +189,7 @@ def _layer(drafter: Drafter, layer: LayerWeights, x: _round.Pending, batch: int,
         q, kv.k_cache, kv.v_cache, kv.block_table, kv.seq_lens, layer.sm_scale, max_seq_len=kv.max_seq_len,
         window_left=kv.window_left, k_scale=kv.k_scale, v_scale=kv.v_scale, q_norm_weight=layer.q_norm,
         q_norm_eps=eps, rope_inv_freq=layer.rope_inv_freq, positions=drafter.positions,
-        capability=draft_attention.capability(q.device),
+        capability=capability(q.device),
     )
     for launch in launches:
         emit(_start_early(launch, early))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -29,3 +32,10 @@ class Launch:
             self.kernel[self.grid](
                 **self.args, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages, **options
             )
+
+
+@lru_cache(maxsize=32)
+def capability(device: torch.device) -> int:
+    """Compute capability * 10; on no GPU, as in the interpreter, 0."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return 10 * major + minor

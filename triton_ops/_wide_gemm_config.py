@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
+
+from ._launch import capability
 
 LEAST_SHARED = 98 * 1024  # bytes a program may have anywhere: within the 99 KB of sm_120
 MOST_SHARED = 200 * 1024  # on sm_80, sm_90 and sm_100, of which the first has 163 KB
@@ -55,14 +56,7 @@ def is_wide_split(num_columns: int, inner: int, itemsize: int) -> bool:
 
 def shared_bytes(device: torch.device) -> int:
     """What a program may have on a GPU; on no GPU, what fits every one."""
-    if device.type != "cuda":
-        return LEAST_SHARED
-    return {(8, 0): 160 * 1024, (9, 0): MOST_SHARED, (10, 0): MOST_SHARED}.get(_capability(device), LEAST_SHARED)
-
-
-@lru_cache(maxsize=32)
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    return {80: 160 * 1024, 90: MOST_SHARED, 100: MOST_SHARED}.get(capability(device), LEAST_SHARED)
 
 
 def wide_config(num_columns: int, gated: bool = False, normed: bool = False) -> WideConfig:

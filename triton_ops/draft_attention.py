@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ._attention_kernels import attend, merge
-from ._launch import Launch
+from ._launch import Launch, capability
 
 
 def draft_attention(
@@ -243,10 +243,3 @@ def _scale_stride(scale: Tensor | None) -> int:
 def _readable(cache: Tensor, capability: int) -> Tensor:
     """fp8 as bytes where the GPU cannot convert it: the kernel then decodes them."""
     return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn and capability < 89 else cache
-
-
-@lru_cache(maxsize=32)
-def capability(device: torch.device) -> int:
-    """Compute capability * 10; in the interpreter, which has no fp8 either, 0."""
-    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    return 10 * major + minor

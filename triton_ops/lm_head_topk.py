@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._attention_math import decode_fp8, tanh
-from ._launch import Launch
+from ._launch import Launch, capability
 from ._rows import num_rows, row_arguments, row_offset
 from ._topk import (
     NO_ORDER,
@@ -151,7 +151,7 @@ def _suppress(
 
 
 def _converts_fp8(weight: Tensor) -> bool:
-    return weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device) >= (8, 9)
+    return capability(weight.device) >= 89
 
 
 @triton.jit(do_not_specialize=["normed_size1", "normed_size2", "num_rows", "done"])

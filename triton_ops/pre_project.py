@@ -95,9 +95,7 @@ def gather_launch(
     )
 
 
-def add_splits_launch(
-    partials: Tensor, output: Tensor
-) -> Launch:
+def add_splits_launch(partials: Tensor, output: Tensor) -> Launch:
     """The sum of the splits in `partials` [rows, SPLITS, N] into `output` [.., N]."""
     num_rows, splits, columns = partials.shape
     grid = (num_rows, triton.cdiv(columns, SUM_COLUMNS))
