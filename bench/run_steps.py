@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._cpu_step import CpuStep, cpu_step
-from ..captured import FUSED, OPS, STEP, choose_kernels, launch_round
+from ..captured import FUSED, OPS, SEGMENTS, STEP, choose_kernels, launch_round, new_workspace
 from ..draft import DraftTree, StepOutput, draft_step, num_candidates
 from ..kv_view import KVView
 from ..weights import AssistantWeights
@@ -88,10 +88,10 @@ class StepProblem:
 def candidates(case: Case, problem: StepProblem, setting: Setting) -> list[Candidate]:
     """Who runs the case, ours first."""
     kernels = _kernels(problem.inputs, case)
-    served = {FUSED: "triton, fused", STEP: "cpu, whole step"}.get(kernels)
+    served = {SEGMENTS: "cuda and triton, segments", FUSED: "triton, fused", STEP: "cpu, whole step"}.get(kernels)
     if case.level == "round":
-        served = served or served_by(lambda: _our_round(problem.inputs, case, kernels))
-        return [Candidate("mtp", lambda one: lambda: _our_round(one, case, kernels), _tree, served)]
+        served = served or served_by(lambda: _bind_round(case, kernels)(problem.inputs)())
+        return [Candidate("mtp", _bind_round(case, kernels), _tree, served)]
     served = served or served_by(lambda: _our_chain(problem.inputs, case))
     found = [Candidate("mtp", _bind_ours(case, kernels), _flat, served)]
     found.append(Candidate("pytorch", lambda one: _engine(one, case, plain.step, _gather(case)), _flat))
@@ -112,8 +112,9 @@ def _bind_ours(case: Case, kernels: str) -> Callable[[StepInputs], Callable[[], 
     """What CapturedDraft runs: in a graph the private kernels or the ops, on a CPU the library's whole step."""
 
     def bind(one: StepInputs) -> Callable[[], Any]:
-        if kernels == FUSED:
-            return lambda: _our_fused_chain(one, case)
+        workspace = new_workspace(kernels, one.weights, case.batch)
+        if kernels in (FUSED, SEGMENTS):
+            return lambda: _our_fused_chain(one, case, workspace)
         whole = cpu_step(one.weights, one.kv) if kernels == STEP else None
         return lambda: _our_chain(one, case, whole)
 
@@ -137,23 +138,35 @@ def _our_chain(one: StepInputs, case: Case, whole: CpuStep | None = None) -> tup
 def _kernels(one: StepInputs, case: Case) -> str:
     """What CapturedDraft would run; on a GPU without a graph, the ops."""
     captured = case.mode == "graph" or one.weights.device.type == "cpu"
-    return choose_kernels(one.weights, one.kv, case.topk)[0] if captured else OPS
+    return choose_kernels(one.weights, one.kv, case.topk, max_batch=case.batch)[0] if captured else OPS
 
 
-def _our_fused_chain(one: StepInputs, case: Case) -> tuple[list[Tensor], list[Tensor]]:
+def _our_fused_chain(one: StepInputs, case: Case, workspace: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
     """The kernels that CapturedDraft captures."""
     from ..fused import Drafter, draft_chain, overlaps
 
-    drafter = Drafter(one.weights, one.kv, one.positions, overlaps(one.seed_ids.device))
+    drafter = Drafter(one.weights, one.kv, one.positions, overlaps(one.seed_ids.device), workspace=workspace)
     chain = draft_chain(drafter, one.seed_ids, one.state, case.num_steps, None, None)
     return list(chain.cand_ids.unbind(1)), chain.states
 
 
-def _our_round(one: StepInputs, case: Case, kernels: str) -> Callable[[], DraftTree]:
+def _bind_round(case: Case, kernels: str) -> Callable[[StepInputs], Callable[[], Any]]:
     """In a graph what CapturedDraft captures, else draft()."""
-    nodes, roots = (None, None) if case.topk == 1 else (num_nodes(case), one.positions)
+    nodes = None if case.topk == 1 else num_nodes(case)
+
+    def bind(one: StepInputs) -> Callable[[], Any]:
+        workspace = new_workspace(kernels, one.weights, case.batch * case.topk)
+        return lambda: _our_round(one, case, kernels, nodes, workspace)
+
+    return bind
+
+
+def _our_round(
+    one: StepInputs, case: Case, kernels: str, nodes: int | None, workspace: Tensor | None = None
+) -> Callable[[], DraftTree]:
+    roots = None if case.topk == 1 else one.positions
     start = (one.weights, one.kv, one.seed_ids, one.state, one.positions)
-    return launch_round(kernels, *start, case.num_steps, case.topk, nodes, roots)
+    return launch_round(kernels, *start, case.num_steps, case.topk, nodes, roots, None, workspace)
 
 
 def _tree(made: Callable[[], DraftTree]) -> tuple[Tensor | None, ...]:

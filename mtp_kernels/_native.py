@@ -30,6 +30,21 @@ def cpu_op(name: str) -> Callable[..., Any]:
     return getattr(torch.ops.mtp_cpu, name).default
 
 
+def cuda_library() -> str:
+    """Load the CUDA library once; "" when it is there, else the reason why it is not."""
+    if "cuda" not in _loaded:
+        _loaded["cuda"] = _load("cuda", FOLDER / "libmtp_cuda.so")
+    return _loaded["cuda"]
+
+
+def cuda_op(name: str) -> Callable[..., Any]:
+    """The private op `mtp_cuda::<name>`; ImportError with the reason where the library has none."""
+    why = cuda_library()
+    if why:
+        raise ImportError(why)
+    return getattr(torch.ops.mtp_cuda, name).default
+
+
 def why_not_built(part: str) -> str:
     """Why setup.py left the part ("cpu", "host", "cuda") out when this was built; "" where it built it."""
     try:

@@ -17,7 +17,7 @@ from .ops._checks import check_device, check_dtype, check_index, check_range, ch
 from .weights import AssistantWeights
 
 WHERE = "CapturedDraft"
-FUSED, STEP, OPS = "fused", "step", "ops"  # kernels of a captured round
+SEGMENTS, FUSED, STEP, OPS = "segments", "fused", "step", "ops"  # kernels of a captured round
 WARM_UPS = 2  # runs before a capture: kernels compile in the first
 
 
@@ -54,10 +54,11 @@ class CapturedDraft:
         num_steps: depth of the draft, or several to choose from at each replay.
         topk, num_draft_tokens: as for draft().
         root_positions: False for a chain that needs no draft_positions.
-        private: kernels that cross the borders of ops and start before the one in front has ended, where they serve
-            (small assistants with a centroid head on a GPU: "fused"), or a whole step in one call on a CPU ("step");
-            False for the ops as draft() calls them ("ops"). `kernels` says what runs, and `reason` why the last. The
-            fused ones round sums in another order than the ops; a CPU's step has their bits.
+        private: kernels that cross the borders of ops and start before the one in front has ended, where they serve:
+            on a GPU, of small assistants with a centroid head (E2B, E4B), all that lies between two attentions in one
+            CUDA launch ("segments": bf16, max_batch * topk up to 64), else Triton kernels ("fused"); on a CPU a whole
+            step in one call ("step"). False for the ops as draft() calls them ("ops"). `kernels` says what runs, and
+            `reason` why the last. Those of a GPU round sums in another order than the ops; a CPU's step has their bits.
         suppress_ids: as for draft(); the tensor is captured: what is written into it holds from the next replay on.
 
     Raises:
@@ -100,7 +101,8 @@ class CapturedDraft:
         self._views = {name: _checked(name, view) for name, view in kv.items()}
         self.kernels, self.reason = (OPS, "private=False")
         if private:
-            self.kernels, self.reason = choose_kernels(weights, self._views, topk, suppress_ids)
+            self.kernels, self.reason = choose_kernels(weights, self._views, topk, suppress_ids, max_batch)
+        self._workspace = new_workspace(self.kernels, weights, max_batch * topk)
         self.buffers = _make_buffers(weights, self._views, max_batch)
         self.batch_sizes = _buckets(max_batch)
         self._graphs: dict[tuple[int, int], Callable[[], DraftTree]] = {}
@@ -192,7 +194,8 @@ class CapturedDraft:
             seeds = (b.seed_ids[:size], b.seed_state[:size], b.positions[:size])
             kernels = OPS if self.kernels == STEP else self.kernels  # a whole step is prepared once: _on_cpu
             return launch_round(
-                kernels, self.weights, kv, *seeds, depth, self.topk, self.num_draft_tokens, roots, self.suppress_ids
+                kernels, self.weights, kv, *seeds, depth, self.topk, self.num_draft_tokens, roots, self.suppress_ids,
+                self._workspace,
             )
 
         check_draft(
@@ -249,8 +252,9 @@ def launch_round(
     num_draft_tokens: int | None,
     root_positions: Tensor | None,
     suppress_ids: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> Callable[[], DraftTree]:
-    """What a graph captures of a round, on what choose_kernels named.
+    """What a graph captures of a round, on what choose_kernels named, with the workspace of new_workspace.
 
     What this returns gives the draft afterwards, with what is the same for every chain, which no replay makes again.
     """
@@ -266,7 +270,7 @@ def launch_round(
         return lambda: tree
     from . import fused
 
-    drafter = fused.Drafter(weights, kv, positions, fused.overlaps(seed_ids.device))
+    drafter = fused.Drafter(weights, kv, positions, fused.overlaps(seed_ids.device), workspace=workspace)
     if topk > 1:
         assert root_positions is not None
         tree = fused.draft_tree(drafter, seed_ids, seed_state, num_steps, topk, num_draft_tokens, root_positions)
@@ -283,9 +287,13 @@ def _whole_step(whole: CpuStep, positions: Tensor, topk: int) -> Step:
 
 
 def choose_kernels(
-    weights: AssistantWeights, kv: Mapping[str, KVView], topk: int, suppress_ids: Tensor | None = None
+    weights: AssistantWeights, kv: Mapping[str, KVView], topk: int, suppress_ids: Tensor | None = None,
+    max_batch: int = 1
 ) -> tuple[str, str]:
-    """What runs a captured round, FUSED (on a GPU), STEP (on a CPU) or OPS, and why the last."""
+    """What runs captured rounds of up to max_batch requests, and why OPS where it is that.
+
+    All of a runner's rounds run on the same kernels, so that a request's bits do not depend on how many there are.
+    """
     if suppress_ids is not None:
         return OPS, "suppress_ids"
     if weights.device.type == "cpu" and not _triton.interpreting():
@@ -295,8 +303,22 @@ def choose_kernels(
         from . import fused
     except ImportError as error:
         return OPS, str(error)
+    if not fused.refuses_segments(weights, kv, max_batch * topk, topk):
+        return SEGMENTS, ""
     why = fused.refuses(weights, kv, topk)
     return (OPS, why) if why else (FUSED, "")
+
+
+def new_workspace(kernels: str, weights: AssistantWeights, rows: int) -> Tensor | None:
+    """What segments of rounds of up to `rows` rows need beside their results; None for other kernels.
+
+    It is allocated outside a capture: a graph's memory may be another graph's too.
+    """
+    if kernels != SEGMENTS:
+        return None
+    from . import _segment
+
+    return _segment.new_workspace(weights, rows)
 
 
 def _buckets(max_batch: int) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
-"""A draft round on private Triton kernels that cross the borders of ops: about half the launches of draft().
+"""A draft round on private kernels that cross the borders of ops: a few launches a layer instead of draft()'s ten.
 
-For assistants with a small hidden size and a centroid head (E2B, E4B), whose steps take as long as their launches.
-Where `refuses` says nothing, `draft_chain` and `draft_tree` give what draft() gives, but for the rounding of sums in
-another order. Imports Triton, so import this only where that is wanted.
+For assistants with a small hidden size and a centroid head (E2B, E4B), whose steps take as long as their launches: on
+Triton kernels alone, or with a workspace on segments (_segment.py), in CUDA. Where `refuses` says nothing,
+`draft_chain` and `draft_tree` give what draft() gives, but for the rounding of sums in another order. Imports Triton,
+so import this only where that is wanted.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _triton
+from . import _segment, _triton
 from .draft import DraftTree, num_candidates
 from .kv_view import KVView
 from .ops.centroid_topk import serves as serves_head
@@ -25,7 +26,7 @@ from .triton_ops._launch import Launch, capability
 from .triton_ops._topk import merge_launch, new_parts, new_results
 from .weights import AssistantWeights, LayerWeights
 
-Emit = Callable[[Launch], None]  # what becomes of a launch: run, or collected to be compiled
+Emit = Callable[["Launch | _segment.CudaLaunch"], None]  # what becomes of a launch: run, or collected to be compiled
 ops = torch.ops.mtp
 
 
@@ -39,15 +40,23 @@ class Chain(NamedTuple):
     states: list[Tensor]  # [batch, backbone] after each step
 
 
+def _run(launch: Launch | _segment.CudaLaunch) -> None:
+    launch.run()
+
+
 @dataclass(frozen=True)
 class Drafter:
-    """The assistant, the target's cache and the positions of a round; `early` lets kernels overlap (sm_90)."""
+    """The assistant, the target's cache and the positions of a round; `early` lets kernels overlap (sm_90).
+
+    With a `workspace` (_segment.new_workspace) for all its rows, segments run what lies between the attentions.
+    """
 
     weights: AssistantWeights
     kv: Mapping[str, KVView]
     positions: Tensor  # [batch]
     early: bool = False
-    emit: Emit = Launch.run
+    emit: Emit = _run
+    workspace: Tensor | None = None
 
 
 def refuses(weights: AssistantWeights, kv: Mapping[str, KVView], topk: int) -> str:
@@ -80,6 +89,11 @@ def refuses(weights: AssistantWeights, kv: Mapping[str, KVView], topk: int) -> s
         if why:
             return why
     return ""
+
+
+def refuses_segments(weights: AssistantWeights, kv: Mapping[str, KVView], rows: int, topk: int) -> str:
+    """Why segments do not serve rounds of up to `rows` rows, or ""."""
+    return refuses(weights, kv, topk) or _segment.refuses(weights, kv, rows)
 
 
 def overlaps(device: torch.device) -> bool:
@@ -145,29 +159,37 @@ def _step(
     drafter: Drafter, batch: int, rows: int, state: Tensor, source: dict[str, Any], depth: int
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """One step: (normed [batch * rows, hidden], state [batch, rows, backbone], the head's partial lists)."""
-    weights, eps, early, emit = drafter.weights, drafter.weights.norm_eps, drafter.early, drafter.emit
+    weights, early, emit = drafter.weights, drafter.early, drafter.emit
     total = batch * rows
     launch, x = _round.pre(
         weights.pre_projection, weights.embed_weight, weights.embed_scale, state, total, early=early, **source
     )
     emit(launch)
-    for layer in weights.layers:
-        x = _layer(drafter, layer, x, batch, rows)
     assert weights.centroids is not None and weights.token_ordering is not None
     num_centroids = weights.centroids.size(0)
-    x, _ = _settle(drafter, x, state.new_empty((total, weights.hidden)))
     normed = state.new_empty((total, weights.hidden))
     after = state.new_empty((batch, rows, weights.backbone))
-    centroid_scores = state.new_empty((total, num_centroids), dtype=torch.float32)
+    scores = state.new_empty((total, num_centroids), dtype=torch.float32)
     group_max = state.new_empty((total, num_centroids // _round.GROUP), dtype=torch.float32)
-    emit(
-        _round.norm_linear(x, None, weights.norm, eps, weights.post_projection, after, normed=normed,
-                           centroids=weights.centroids, scores=centroid_scores, group_max=group_max, early=early)
-    )
-    launch, chosen = rank_launch(centroid_scores, group_max, _round.GROUP, weights.num_active)
+    if drafter.workspace is None:
+        for layer in weights.layers:
+            x = _layer(drafter, layer, x, batch, rows)
+        x, _ = _settle(drafter, x, state.new_empty((total, weights.hidden)))
+        emit(
+            _round.norm_linear(x, None, weights.norm, weights.norm_eps, weights.post_projection, after, normed=normed,
+                               centroids=weights.centroids, scores=scores, group_max=group_max, early=early)
+        )
+    else:
+        residual, q = _queries(drafter, weights.layers[0], x, batch, rows)
+        _segments(drafter, residual, q, batch, rows, normed, after, scores, group_max)
+    size = weights.token_ordering.size(0) // num_centroids
+    if drafter.workspace is not None and depth == 1 and _segment.ranks(weights):
+        parts = new_parts(normed, total, weights.num_active * (size // _segment.PART_TOKENS), depth)
+        emit(_segment.candidates(weights, scores, normed, parts, early=early))
+        return normed, after, parts
+    parts = new_parts(normed, total, weights.num_active * pieces(size), depth)
+    launch, chosen = rank_launch(scores, group_max, _round.GROUP, weights.num_active)
     emit(_start_early(launch, early))
-    num_parts = weights.num_active * pieces(weights.token_ordering.size(0) // num_centroids)
-    parts = new_parts(normed, total, num_parts, depth)
     emit(
         _start_early(
             candidate_launch(normed, chosen, weights.token_ordering, weights.lm_head, num_centroids,
@@ -178,19 +200,38 @@ def _step(
     return normed, after, parts
 
 
+def _segments(
+    drafter: Drafter, x: Tensor, q: Tensor, batch: int, rows: int, normed: Tensor, after: Tensor, scores: Tensor,
+    group_max: Tensor
+) -> None:
+    """All layers from x [batch * rows, hidden] and the first one's queries to the head's projections."""
+    weights = drafter.weights
+    assert drafter.workspace is not None
+    for layer, following in zip(weights.layers, (*weights.layers[1:], None)):
+        launches, attended = _attention(drafter, layer, q.view(batch, rows, layer.num_qo_heads, layer.head_dim))
+        now = (launches, attended, drafter.kv[layer.layer_type], layer, weights.norm_eps, x)
+        if following is not None:
+            x_out, q = torch.empty_like(x), x.new_empty((batch * rows, following.q_proj.size(0)))
+            launches, segment = _segment.segment(
+                *now, following.input_norm, following.q_proj, q, drafter.workspace, x_out=x_out, early=drafter.early
+            )
+            x = x_out
+        else:
+            launches, segment = _segment.segment(
+                *now, weights.norm, weights.post_projection, after.view(batch * rows, -1), drafter.workspace,
+                normed=normed, centroids=weights.centroids, scores=scores, group_max=group_max, early=drafter.early,
+            )
+        for launch in launches:
+            drafter.emit(_start_early(launch, drafter.early))
+        drafter.emit(segment)
+
+
 def _layer(drafter: Drafter, layer: LayerWeights, x: _round.Pending, batch: int, rows: int) -> _round.Pending:
-    weights, eps, early, emit = drafter.weights, drafter.weights.norm_eps, drafter.early, drafter.emit
-    total, kv = batch * rows, drafter.kv[layer.layer_type]
-    residual, between = (weights.norm.new_empty((total, weights.hidden)) for _ in range(2))
-    x, left = _settle(drafter, x, residual)
-    q = residual.new_empty((batch, rows, layer.num_qo_heads, layer.head_dim))
-    emit(_round.norm_linear(x, left, layer.input_norm, eps, layer.q_proj, q, early=early))
-    launches, attended = draft_attention.plan(
-        q, kv.k_cache, kv.v_cache, kv.block_table, kv.seq_lens, layer.sm_scale, max_seq_len=kv.max_seq_len,
-        window_left=kv.window_left, k_scale=kv.k_scale, v_scale=kv.v_scale, q_norm_weight=layer.q_norm,
-        q_norm_eps=eps, rope_inv_freq=layer.rope_inv_freq, positions=drafter.positions,
-        capability=capability(q.device),
-    )
+    eps, early, emit = drafter.weights.norm_eps, drafter.early, drafter.emit
+    total = batch * rows
+    residual, q = _queries(drafter, layer, x, batch, rows)
+    between = torch.empty_like(residual)
+    launches, attended = _attention(drafter, layer, q)
     for launch in launches:
         emit(_start_early(launch, early))
     launch, x = _round.linear(attended.view(total, -1), layer.o_proj, early=early)
@@ -201,6 +242,30 @@ def _layer(drafter: Drafter, layer: LayerWeights, x: _round.Pending, batch: int,
     launch, x = _round.linear(inner, layer.down, early=early)
     emit(launch)
     return x.after(between, layer.post_feedforward_norm, layer.layer_scalar)
+
+
+def _queries(
+    drafter: Drafter, layer: LayerWeights, x: _round.Pending, batch: int, rows: int
+) -> tuple[Tensor, Tensor]:
+    """x [batch * rows, hidden] made, and the layer's queries [batch, rows, num_qo_heads, head_dim]."""
+    weights = drafter.weights
+    residual = weights.norm.new_empty((batch * rows, weights.hidden))
+    x, left = _settle(drafter, x, residual)
+    q = residual.new_empty((batch, rows, layer.num_qo_heads, layer.head_dim))
+    drafter.emit(
+        _round.norm_linear(x, left, layer.input_norm, weights.norm_eps, layer.q_proj, q, early=drafter.early)
+    )
+    return residual, q
+
+
+def _attention(drafter: Drafter, layer: LayerWeights, q: Tensor) -> tuple[list[Launch], Tensor]:
+    kv = drafter.kv[layer.layer_type]
+    return draft_attention.plan(
+        q, kv.k_cache, kv.v_cache, kv.block_table, kv.seq_lens, layer.sm_scale, max_seq_len=kv.max_seq_len,
+        window_left=kv.window_left, k_scale=kv.k_scale, v_scale=kv.v_scale, q_norm_weight=layer.q_norm,
+        q_norm_eps=drafter.weights.norm_eps, rope_inv_freq=layer.rope_inv_freq, positions=drafter.positions,
+        capability=capability(q.device),
+    )
 
 
 def _settle(drafter: Drafter, x: _round.Pending, x_out: Tensor) -> tuple[_round.Pending, Tensor | None]:

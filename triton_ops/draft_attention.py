@@ -216,7 +216,8 @@ def config(
         block_rows,
         block_group,
         block_n=16 if short or deep else 32,
-        slabs=min(num_warps, head_dim // 32),
+        # E4B's step on an H200, batch 8 and 8192 keys: 2 slabs of a short key 196, 4 (a warp each) 200, 1 200.
+        slabs=min(num_warps, head_dim // 32, 8 if large or head_dim == 512 else 2),
         max_chunks=min(128, max(8, _power_of_two(max_chunks))),
         chunk_weight=min(8.0, chunk_weight),
         fold=1 if large else 8,

@@ -1,0 +1,209 @@
+// A centroid head after its scores, for a chain, in one launch: each block ranks its row's centroids for itself, and
+// then computes the logits of some of the chosen ones' tokens, of which each 32 leave their best and their sum.
+//
+// Ranking: the second largest score of each half warp's 128 is a bound that at least 32 centroids reach; those that
+// reach it are counted against each other. Equal scores go by centroid, equal logits by token id.
+#include "candidates.h"
+
+#include <cuda_runtime.h>
+
+#include "device.h"
+
+namespace mtp::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kEach = kCentroids / kThreads;
+constexpr int kBoundOf = kActive / 16;  // the largest scores of a half warp that are sure to be survivors
+static_assert(kBoundOf == 2);
+
+struct Shared {
+  alignas(16) uint32_t keys[kCentroids + 4];
+  int numbers[kCentroids];
+  uint32_t bounds[16];
+  int counts[kWarps];
+  int chosen[kActive];
+};
+
+// Orders as the float does; larger than 0.
+__device__ __forceinline__ uint32_t key_of(float x) {
+  const uint32_t bits = __float_as_uint(x + 0.0f);  // -0 is 0
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+__device__ __forceinline__ void rank(const float* scores, Shared& shared) {
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  uint32_t keys[kEach];
+  uint32_t first = 0, second = 0;
+#pragma unroll
+  for (int i = 0; i < kEach; i += 4) {
+    const float4 four = __ldcg(reinterpret_cast<const float4*>(scores + thread * kEach + i));
+    keys[i] = key_of(four.x), keys[i + 1] = key_of(four.y), keys[i + 2] = key_of(four.z), keys[i + 3] = key_of(four.w);
+  }
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    second = max(second, min(first, keys[i]));
+    first = max(first, keys[i]);
+  }
+#pragma unroll
+  for (int i = 1; i < 16; i *= 2) {
+    const uint32_t other_first = __shfl_xor_sync(kAll, first, i), other_second = __shfl_xor_sync(kAll, second, i);
+    second = max(max(second, other_second), min(first, other_first));
+    first = max(first, other_first);
+  }
+  if (lane % 16 == 0) {
+    shared.bounds[thread / 16] = second;
+  }
+  __syncthreads();
+  uint32_t bound = shared.bounds[lane % 16];
+#pragma unroll
+  for (int i = 1; i < 16; i *= 2) {
+    bound = min(bound, __shfl_xor_sync(kAll, bound, i));
+  }
+  int mine = 0;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    mine += keys[i] >= bound;
+  }
+  int until = mine;  // survivors up to this lane
+#pragma unroll
+  for (int i = 1; i < 32; i *= 2) {
+    const int before = __shfl_up_sync(kAll, until, i);
+    until += lane >= i ? before : 0;
+  }
+  if (lane == 31) {
+    shared.counts[warp] = until;
+  }
+  __syncthreads();
+  int place = until - mine, count = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    place += w < warp ? shared.counts[w] : 0;
+    count += shared.counts[w];
+  }
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    if (keys[i] >= bound) {
+      shared.keys[place] = keys[i];
+      shared.numbers[place] = thread * kEach + i;
+      ++place;
+    }
+  }
+  if (thread < 4) {
+    shared.keys[count + thread] = 0;
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int i = thread; i < count; i += kThreads) {
+    const uint32_t key = shared.keys[i];
+    int ahead = 0;
+#pragma unroll 2
+    for (int j = 0; j < count; j += 4) {
+      const uint4 four = *reinterpret_cast<const uint4*>(&shared.keys[j]);
+      ahead += (four.x > key || (four.x == key && j < i)) + (four.y > key || (four.y == key && j + 1 < i)) +
+               (four.z > key || (four.z == key && j + 2 < i)) + (four.w > key || (four.w == key && j + 3 < i));
+    }
+    if (ahead < kActive) {
+      shared.chosen[ahead] = shared.numbers[i];
+    }
+  }
+  __syncthreads();
+}
+
+// A warp's part: 4 units of 8 tokens, lane l at last with token l.
+__device__ __forceinline__ void logits_of_part(const Candidates& c, int row, int part, const uint4 (&x)[8],
+                                               const Shared& shared) {
+  constexpr int kUnits = kPartTokens / 8, kPieces = kHeadHidden / kPieceDepth;
+  const int lane = threadIdx.x % 32;
+  const int pieces = c.size / kPartTokens;
+  const int64_t place =
+      static_cast<int64_t>(shared.chosen[part / pieces]) * c.size + part % pieces * kPartTokens + lane;
+  int64_t id = c.ordering_is_int64 ? static_cast<const int64_t*>(c.ordering)[place]
+                                   : static_cast<const int32_t*>(c.ordering)[place];
+  id = min(max(id, int64_t{0}), c.vocab - 1);
+  const int64_t weight_row = c.ordered ? place : id;
+  uint4 weight[kUnits][kPieces];
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) {
+    const int64_t of_lane = __shfl_sync(kAll, weight_row, u * 8 + lane / 4);
+    const bf16* at = static_cast<const bf16*>(c.weight) + of_lane * c.weight_stride + lane % 4 * 8;
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      weight[u][j] = load_once(at + j * kPieceDepth);
+    }
+  }
+  float logit = 0.0f;
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) {
+    float y[2][4] = {};
+    const uint4 none = make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      multiply(y[j % 2], x[j], none, weight[u][j]);
+    }
+    // Every row of the product is this row's: a lane has columns 2 * (lane % 4) and the next.
+    const float even = __shfl_sync(kAll, y[0][0] + y[1][0], lane % 8 / 2);
+    const float odd = __shfl_sync(kAll, y[0][1] + y[1][1], lane % 8 / 2);
+    if (lane / 8 == u) {
+      logit = lane % 2 ? odd : even;
+    }
+  }
+  logit = logit == logit ? logit : -INFINITY;
+  const float largest = warp_max(logit);
+  int64_t order = logit == largest ? id << 32 | place : INT64_MAX;
+#pragma unroll
+  for (int i = 16; i > 0; i /= 2) {
+    order = min(order, __shfl_xor_sync(kAll, order, i));
+  }
+  const float sum = warp_sum(__expf(logit - (isinf(largest) ? 0.0f : largest)));
+  if (lane == 0) {
+    const int64_t to = static_cast<int64_t>(row) * (kActive * pieces) + part;
+    c.part_values[to] = largest;
+    c.part_orders[to] = order;
+    c.part_max[to] = largest;
+    c.part_sum[to] = sum;
+  }
+}
+
+// Grid (blocks of a row, rows).
+__global__ void __launch_bounds__(kThreads, 1) rank_candidates(const __grid_constant__ Candidates c) {
+  __shared__ Shared shared;
+  let_others_start();
+  wait_for_others();
+  const int row = blockIdx.y, lane = threadIdx.x % 32;
+  uint4 x[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const auto* at = static_cast<const bf16*>(c.normed) + row * kHeadHidden + j * kPieceDepth + lane % 4 * 8;
+    x[j] = __ldcg(reinterpret_cast<const uint4*>(at));
+  }
+  rank(c.scores + static_cast<int64_t>(row) * kCentroids, shared);
+  const int parts = kActive * (c.size / kPartTokens) / gridDim.x;
+#pragma unroll 1
+  for (int part = threadIdx.x / 32; part < parts; part += kWarps) {
+    logits_of_part(c, row, blockIdx.x * parts + part, x, shared);
+  }
+}
+
+}  // namespace
+
+int launch_candidates(const Candidates& c, bool early, void* stream) {
+  // About as many blocks as there are SMs: each ranks for itself, and more would rank more often.
+  int blocks = 16;
+  while (blocks > 1 && blocks * c.rows > 128) {
+    blocks /= 2;
+  }
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(c.rows));
+  config.blockDim = dim3(kThreads);
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute;
+  config.numAttrs = early ? 1 : 0;
+  return static_cast<int>(cudaLaunchKernelEx(&config, rank_candidates, c));
+}
+
+}  // namespace mtp::cuda

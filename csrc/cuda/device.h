@@ -1,0 +1,82 @@
+// What the CUDA kernels share: bf16 pairs, sums over a warp, products of tensor cores, and early starts.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "sizes.h"
+
+namespace mtp::cuda {
+
+using bf16 = __nv_bfloat16;
+
+constexpr uint32_t kAll = 0xffffffffu;
+
+// Programmatic dependent launch (sm_90 and later): the next kernel may start once every block of this one has called
+// the first; what kernels in front wrote may be read after the second.
+__device__ __forceinline__ void let_others_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_others() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ uint4 load_once(const void* at) {
+  uint4 found;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(found.x), "=r"(found.y), "=r"(found.z), "=r"(found.w)
+               : "l"(at));
+  return found;
+}
+
+__device__ __forceinline__ uint32_t pack(float one, float two) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(one, two);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+__device__ __forceinline__ float rounded(float x) { return __bfloat162float(__float2bfloat16(x)); }
+
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int i = 16; i > 0; i /= 2) {
+    x += __shfl_xor_sync(kAll, x, i);
+  }
+  return x;
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int i = 16; i > 0; i /= 2) {
+    x = fmaxf(x, __shfl_xor_sync(kAll, x, i));
+  }
+  return x;
+}
+
+__device__ __forceinline__ void multiply(float (&y)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                         uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(y[0]), "+f"(y[1]), "+f"(y[2]), "+f"(y[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// One piece: 16 rows, 8 columns, a depth of 32.
+__device__ __forceinline__ void multiply(float (&y)[4], const uint4& x, const uint4& x_below, const uint4& weight) {
+  multiply(y, x.x, x_below.x, x.y, x_below.y, weight.x, weight.y);
+  multiply(y, x.z, x_below.z, x.w, x_below.w, weight.z, weight.w);
+}
+
+}  // namespace mtp::cuda

@@ -1,0 +1,117 @@
+// A warp's weights on their way: asynchronous copies that run ahead of the products, over the waits between them.
+#pragma once
+
+#include "device.h"
+#include "segment.h"
+
+namespace mtp::cuda {
+
+constexpr int kWarps = 8;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kQuad = 4;   // pieces that a thread queues, waits for and multiplies at a time
+constexpr int kQuads = 4;  // that are on the way
+
+__device__ __forceinline__ uint32_t shared_address(const void* at) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(at));
+}
+
+// Which units of a product are a block's, and which of those a warp's.
+__device__ __forceinline__ int first_of_block(const Product& p) {
+  const int block = static_cast<int>(blockIdx.x) - p.first_block;
+  return block < 0 ? block + static_cast<int>(gridDim.x) : block;
+}
+
+__device__ __forceinline__ int units_of_block(const Product& p) {
+  return p.units_each + (first_of_block(p) < p.units_more ? 1 : 0);
+}
+
+__device__ __forceinline__ int first_of_warp(const Product& p) {
+  return (static_cast<int>(threadIdx.x) / 32 + kWarps - p.first_warp) % kWarps;
+}
+
+// What a warp reads of weights, in its order: runs of pieces that lie one behind the other in eight rows. Lane r knows
+// run r, counted over all products.
+struct Runs {
+  const bf16* at = nullptr;
+  int64_t stride = 0;
+  int pieces = 0;
+
+  __device__ explicit Runs(const Segment& s) {
+    int run = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+#pragma unroll 1
+    for (int i = 0; i < s.num_products; ++i) {
+      const Product& p = s.products[i];
+      const int units = units_of_block(p);
+      const int first = p.shared ? 0 : first_of_warp(p);
+      const int step = p.shared ? 1 : kWarps;
+      const int sides = p.second != 0 ? 2 : 1;
+      const int here = units > first ? (units - first + step - 1) / step * sides : 0;
+      if (run >= 0 && run < here) {
+        const int unit =
+            (first_of_block(p) + (first + run / sides * step) * static_cast<int>(gridDim.x)) % p.column_units;
+        stride = p.stride;
+        pieces = p.pieces;
+        at = static_cast<const bf16*>(p.weight) + static_cast<int64_t>(unit) * kUnitColumns * stride;
+        at += (p.shared ? warp * pieces * kPieceDepth : 0) + (run % sides == 1 ? p.second : 0);
+      }
+      run -= here;
+    }
+  }
+};
+
+// A ring of kQuads times four pieces, 16 bytes each, for each thread, which fills and reads its own alone: nobody has
+// to be told. A lane has row lane / 4 of a run and 8 elements of each piece. Runs are a multiple of four pieces long.
+struct Queue {
+  static constexpr uint32_t kQuadBytes = kQuad * kThreads * 16;
+
+  Runs runs;
+  const bf16* at = nullptr;
+  uint32_t base;
+  uint32_t offset = 0;
+  int run = -1;
+  int left = 0;
+
+  __device__ Queue(const Segment& s, const void* ring) : runs(s), base(shared_address(ring) + threadIdx.x * 16) {
+#pragma unroll 1
+    for (int i = 0; i < kQuads; ++i) {
+      push();
+    }
+  }
+
+  __device__ __forceinline__ void push() {
+    if (left == 0 && run < kMostRuns - 1) {
+      ++run;
+      left = __shfl_sync(kAll, runs.pieces, run);
+      const int64_t stride = __shfl_sync(kAll, runs.stride, run);
+      at = reinterpret_cast<const bf16*>(__shfl_sync(kAll, reinterpret_cast<uint64_t>(runs.at), run));
+      at += threadIdx.x % 32 / 4 * stride + threadIdx.x % 4 * 8;
+    }
+    if (left > 0) {
+#pragma unroll
+      for (int j = 0; j < kQuad; ++j) {
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(base + offset + j * kThreads * 16),
+                     "l"(at + j * kPieceDepth)
+                     : "memory");
+      }
+      at += kQuad * kPieceDepth;
+      left -= kQuad;
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    offset = offset + kQuadBytes == kQuads * kQuadBytes ? 0 : offset + kQuadBytes;
+  }
+
+  __device__ __forceinline__ void pop(uint4 (&pieces)[kQuad]) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kQuads - 1) : "memory");
+#pragma unroll
+    for (int j = 0; j < kQuad; ++j) {
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(pieces[j].x), "=r"(pieces[j].y), "=r"(pieces[j].z), "=r"(pieces[j].w)
+                   : "r"(base + offset + j * kThreads * 16)
+                   : "memory");
+    }
+    push();
+  }
+};
+
+}  // namespace mtp::cuda

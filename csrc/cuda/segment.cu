@@ -1,0 +1,427 @@
+// What lies between two attentions of a draft step: merge of the chunks, o projection, feed-forward, and what follows
+// (the next layer's queries, or the head's projections), in one launch whose blocks hand each other their results.
+//
+// At a hidden size of 256 a launch of its own for each product costs more than its arithmetic. Nothing waits for the
+// grid here: blocks look for the words that they need (mail.h). So all blocks must be resident at a time: the grid is
+// at most one block an SM, and the launch is cooperative.
+//
+// A product is y[row, n] = x[row, :] . weight[n, :]. Eight columns n are a unit: the N of one tensor core instruction,
+// whose M are up to 16 rows. Columns of the depth are dealt to lanes in another order than the instruction's, the same
+// for x and weight, so that a lane's share of a row is 16 bytes in a row. The order of a sum follows the depth alone,
+// so a row's bits do not depend on how many there are.
+#include "segment.h"
+
+#include <cuda_runtime.h>
+
+#include "device.h"
+#include "mail.h"
+#include "merge.h"
+#include "queue.h"
+
+namespace mtp::cuda {
+namespace {
+
+constexpr int kPad = 32;  // elements behind a row in shared memory: eight lanes' 16 bytes lie in different banks
+constexpr int kMostSplitRows = 16;
+constexpr int kStaged = 2048;  // elements of x that a warp takes from the mail at a time
+static_assert(kThreads == kHidden, "a thread has a column of x");
+
+// x / 2 * (1 + tanh(u)) = x / (1 + exp(-2 u)), u = sqrt(2 / pi) * (x + 0.044715 x^3)
+__device__ __forceinline__ float gelu_tanh(float x) {
+  const float u = 0.7978845608028654f * (x + 0.044715f * x * x * x);
+  return __fdividef(x, 1.0f + __expf(-2.0f * u));
+}
+
+constexpr int kSums = 2;
+
+__device__ __forceinline__ float total(const float (&sums)[kSums][4], int k) { return sums[0][k] + sums[1][k]; }
+
+// Of 16 rows.
+__host__ __device__ constexpr int tiles(int rows) { return (rows + 15) / 16; }
+
+// kRows: of the batch, rounded up.
+template <int kRows>
+struct Shared {
+  // Of a unit of the products that all warps share: with many rows, each 16 of them are a unit of their own.
+  static constexpr int kSplitRows = kRows < kMostSplitRows ? kRows : kMostSplitRows;
+  static constexpr int kColumns = kStaged / kSplitRows < kHidden ? kStaged / kSplitRows : kHidden;
+  static constexpr int kOwnRows = kRows <= 8 ? kRows : 1;  // whose norms a block computes
+  union Warp {
+    bf16 x[kSplitRows][kColumns + kPad];   // of its share of the depth
+    float sums[kSplitRows][kUnitColumns];  // its share of a unit
+  };
+  alignas(16) bf16 normed[kRows][kHidden + kPad];
+  alignas(16) Warp warps[kWarps];
+  alignas(16) float squares[2][kOwnRows][kWarps];
+  bf16 norms[4][kHidden];
+  int chunks[kRows];
+};
+
+enum Norm { kPostAttention, kPreFeedforward, kPostFeedforward, kNextNorm };
+
+// Row `row` of the 16 of a tile's half; where there is one row alone, every lane takes that.
+template <int kRows>
+__device__ __forceinline__ int row_of_lane(int tile, int half) {
+  return kRows == 1 ? 0 : tile * 16 + half * 8 + static_cast<int>(threadIdx.x) % 32 / 4;
+}
+
+// Four pieces of weights times those columns of x [rows, stride] in shared memory.
+template <int kRows>
+__device__ __forceinline__ void multiply_all(float (&y)[tiles(kRows)][kSums][4], const bf16* x, int stride,
+                                             const uint4 (&weight)[kQuad]) {
+#pragma unroll
+  for (int tile = 0; tile < tiles(kRows); ++tile) {
+#pragma unroll
+    for (int j = 0; j < kQuad; ++j) {
+      const bf16* at = x + j * kPieceDepth + threadIdx.x % 4 * 8;
+      const uint4 one = *reinterpret_cast<const uint4*>(at + row_of_lane<kRows>(tile, 0) * stride);
+      uint4 two = make_uint4(0, 0, 0, 0);
+      if (kRows > 8) {
+        two = *reinterpret_cast<const uint4*>(at + row_of_lane<kRows>(tile, 1) * stride);
+      }
+      multiply(y[tile][j % kSums], one, two, weight[j]);
+    }
+  }
+}
+
+// x from the mail [rows, depth / 2], the depth shared by the warps of a block; y goes to the mail [rows, hidden].
+template <int kRows>
+__device__ __forceinline__ void project_split(const Segment& s, const Product& p, const uint64_t* from, uint64_t* to,
+                                              uint32_t epoch, Queue& queue, Shared<kRows>& shared) {
+  using Memory = Shared<kRows>;
+  constexpr int kSplitRows = Memory::kSplitRows, kColumns = Memory::kColumns, kStride = kColumns + kPad;
+  constexpr int kPairs = kSplitRows * kColumns / 4 / 32;  // of words, a lane
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const int share = p.pieces * kPieceDepth;
+  const int depth = share * kWarps;
+  auto& mine = shared.warps[warp];
+  const int count = units_of_block(p);
+#pragma unroll 1
+  for (int i = 0; i < count; ++i) {
+    const int unit = first_of_block(p) + i * static_cast<int>(gridDim.x);
+    const int first_row = kRows > kSplitRows ? unit / p.column_units * kSplitRows : 0;
+    const int n = (kRows > kSplitRows ? unit % p.column_units : unit) * kUnitColumns;
+    const int rows = min(s.rows - first_row, kSplitRows);
+    float y[tiles(kSplitRows)][kSums][4] = {};
+#pragma unroll 1
+    for (int begin = 0; begin < share; begin += kColumns) {
+      const uint64_t* at = from + (first_row * depth + warp * share + begin) / 2;
+      uint32_t words[2 * kPairs];
+      const auto row = [&](int k) { return (k * 32 + lane) / (kColumns / 4); };
+      const auto column = [&](int k) { return (k * 32 + lane) % (kColumns / 4) * 4; };
+      receive<kPairs>(
+          words, epoch, [&](int k) { return row(k) < rows && begin + column(k) < share; },
+          [&](int k) { return at + (row(k) * depth + column(k)) / 2; });
+      __syncwarp();  // the columns before are read until here
+#pragma unroll
+      for (int k = 0; k < kPairs; ++k) {
+        *reinterpret_cast<uint2*>(&mine.x[row(k)][column(k)]) = make_uint2(words[2 * k], words[2 * k + 1]);
+      }
+      __syncwarp();
+#pragma unroll 1
+      for (int c = 0; c < kColumns && begin + c < share; c += kQuad * kPieceDepth) {
+        uint4 weight[kQuad];
+        queue.pop(weight);
+        multiply_all<kSplitRows>(y, &mine.x[0][c], kStride, weight);
+      }
+    }
+    __syncwarp();  // what follows lies where x did
+#pragma unroll
+    for (int tile = 0; tile < tiles(kSplitRows); ++tile) {
+#pragma unroll
+      for (int half = 0; half < (kSplitRows > 8 ? 2 : 1); ++half) {
+        if (kSplitRows > 1 || lane < 4) {
+          float* sums = &mine.sums[row_of_lane<kSplitRows>(tile, half)][lane % 4 * 2];
+          *reinterpret_cast<float2*>(sums) = make_float2(total(y[tile], half * 2), total(y[tile], half * 2 + 1));
+        }
+      }
+    }
+    __syncthreads();
+    if (static_cast<int>(threadIdx.x) < rows * 4) {
+      const int row = threadIdx.x / 4, column = threadIdx.x % 4 * 2;
+      float2 sum = *reinterpret_cast<const float2*>(&shared.warps[0].sums[row][column]);
+#pragma unroll
+      for (int w = 1; w < kWarps; ++w) {
+        const float2 more = *reinterpret_cast<const float2*>(&shared.warps[w].sums[row][column]);
+        sum.x += more.x;
+        sum.y += more.y;
+      }
+      uint64_t* at = to + (first_row + row) * kHidden + n + column;
+      post(at, word(__float_as_uint(sum.x), epoch), word(__float_as_uint(sum.y), epoch));
+    }
+    __syncthreads();
+  }
+}
+
+// What becomes of x in each half of a layer.
+struct Step {
+  const uint64_t* from;  // what is normed and added to it
+  const bf16* residual;  // x before it where it comes from memory, else null
+  uint64_t* normed;      // the mail for many rows
+  int after;             // norms: of what is added,
+  int before;            // and of the sum
+  float scalar;
+  bool last;
+};
+
+__device__ __forceinline__ float rms_scale(float squares, float eps) {
+  return rsqrtf(squares * (1.0f / kHidden) + eps);
+}
+
+// x = (x + rmsnorm(mail) * norm) * scalar, rounded, of kCount rows from first_row on, a thread a column; then
+// `keep(row, x, normed)` with its own norm. Squares are added over 32 columns as a tree, and these sums in order.
+template <int kCount, int kRows, class Keep>
+__device__ __forceinline__ void take_rows(const Segment& s, const Step& step, uint32_t epoch, int first_row,
+                                          float (&x)[kCount], Shared<kRows>& shared, Keep keep) {
+  const int warp = threadIdx.x / 32;
+  const int column = threadIdx.x;
+  if (step.residual != nullptr) {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      const int row = first_row + k;
+      x[k] = row < s.rows ? __bfloat162float(__ldcg(step.residual + row * kHidden + column)) : 0.0f;
+    }
+  }
+  float more[kCount];
+  receive_each<kCount>(
+      more, epoch, [&](int k) { return first_row + k < s.rows; },
+      [&](int k) { return step.from + (first_row + k) * kHidden + column; });
+#pragma unroll
+  for (int turn = 0; turn < 2; ++turn) {
+    float squares[kCount];
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      const float value = turn == 0 ? more[k] : x[k];
+      squares[k] = warp_sum(value * value);
+    }
+    if (threadIdx.x % 32 == 0) {
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) {
+        shared.squares[turn][k][warp] = squares[k];
+      }
+    }
+    __syncthreads();
+    const float norm = __bfloat162float(shared.norms[turn == 0 ? step.after : step.before][column]);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int w = 0; w < kWarps; w += 4) {
+        const float4 four = *reinterpret_cast<const float4*>(&shared.squares[turn][k][w]);
+        sum = sum + four.x + four.y + four.z + four.w;
+      }
+      const float scale = rms_scale(sum, s.eps);
+      if (turn == 0) {
+        x[k] = rounded((x[k] + more[k] * scale * norm) * step.scalar);
+      } else {
+        keep(k, x[k], __float2bfloat16(x[k] * scale * norm));
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void leave(const Segment& s, int at, float x, bf16 normed) {
+  if (s.x_out != nullptr) {
+    static_cast<bf16*>(s.x_out)[at] = __float2bfloat16(x);
+  }
+  if (s.normed != nullptr) {
+    static_cast<bf16*>(s.normed)[at] = normed;
+  }
+}
+
+// Every block needs all normed rows: each computes few of them for itself; of many, a block computes one and posts it.
+template <int kRows>
+__device__ __forceinline__ void take_in(const Segment& s, const Step& step, uint32_t epoch,
+                                        float (&x)[Shared<kRows>::kOwnRows], Shared<kRows>& shared) {
+  if constexpr (kRows <= 8) {
+    take_rows(s, step, epoch, 0, x, shared, [&](int row, float value, bf16 normed) {
+      shared.normed[row][threadIdx.x] = normed;
+      if (step.last && row < s.rows && row == static_cast<int>(blockIdx.x)) {
+        leave(s, row * kHidden + threadIdx.x, value, normed);
+      }
+    });
+  } else {
+    const int row = blockIdx.x;
+    if (row < s.rows) {
+      take_rows(s, step, epoch, row, x, shared, [&](int, float value, bf16 normed) {
+        const int at = row * kHidden + threadIdx.x;
+        const float one = __bfloat162float(normed);
+        const float two = __shfl_down_sync(kAll, one, 1);
+        if (threadIdx.x % 2 == 0) {
+          post(step.normed + at / 2, word(pack(one, two), epoch));
+        }
+        if (step.last) {
+          leave(s, at, value, normed);
+        }
+      });
+    }
+    constexpr int kPairs = kRows * kHidden / 4 / kThreads;
+    uint32_t words[2 * kPairs];
+    const auto at = [](int k) { return (k * kThreads + static_cast<int>(threadIdx.x)) * 4; };
+    receive<kPairs>(
+        words, epoch, [&](int k) { return at(k) < s.rows * kHidden; }, [&](int k) { return step.normed + at(k) / 2; });
+#pragma unroll
+    for (int k = 0; k < kPairs; ++k) {
+      auto* to = &shared.normed[at(k) / kHidden][at(k) % kHidden];
+      *reinterpret_cast<uint2*>(to) = make_uint2(words[2 * k], words[2 * k + 1]);
+    }
+  }
+  __syncthreads();
+}
+
+// Products of the normed rows, a unit a warp.
+template <int kRows>
+__device__ __forceinline__ void project(const Segment& s, int number, uint32_t epoch, Queue& queue,
+                                        Shared<kRows>& shared) {
+  const Product& p = s.products[number];
+  const int lane = threadIdx.x % 32;
+  const int count = units_of_block(p);
+  const int columns = p.columns;
+#pragma unroll 1
+  for (int i = first_of_warp(p); i < count; i += kWarps) {
+    float y[tiles(kRows)][4], gate[tiles(kRows)][4];
+#pragma unroll 1
+    for (int side = 0; side < (p.second != 0 ? 2 : 1); ++side) {
+      float sums[tiles(kRows)][kSums][4] = {};
+#pragma unroll 1
+      for (int piece = 0; piece < kHidden / kPieceDepth; piece += kQuad) {
+        uint4 weight[kQuad];
+        queue.pop(weight);
+        multiply_all<kRows>(sums, &shared.normed[0][piece * kPieceDepth], kHidden + kPad, weight);
+      }
+#pragma unroll
+      for (int tile = 0; tile < tiles(kRows); ++tile) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          gate[tile][k] = y[tile][k];
+          y[tile][k] = total(sums[tile], k);
+        }
+      }
+    }
+    const int n = (first_of_block(p) + i * static_cast<int>(gridDim.x)) * kUnitColumns + lane % 4 * 2;
+#pragma unroll
+    for (int group = 0; group < (kRows + 7) / 8; ++group) {
+      const int row = group * 8 + lane / 4, tile = group / 2, k = group % 2 * 2;
+      float one = y[tile][k], two = y[tile][k + 1];
+      const int64_t at = static_cast<int64_t>(row) * columns + n;
+      if (number == kGateUp) {
+        one *= gelu_tanh(gate[tile][k]);
+        two *= gelu_tanh(gate[tile][k + 1]);
+        if (row < s.rows) {
+          post(s.mail_inner + at / 2, word(pack(one, two), epoch));
+        }
+      } else if (number == kNext) {
+        if (row < s.rows) {
+          *reinterpret_cast<uint32_t*>(static_cast<bf16*>(s.output) + at) = pack(one, two);
+        }
+      } else {
+        one = one == one ? one : -INFINITY;
+        two = two == two ? two : -INFINITY;
+        float largest = fmaxf(one, two);
+        largest = fmaxf(largest, __shfl_xor_sync(kAll, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(kAll, largest, 2));
+        if (row < s.rows) {
+          *reinterpret_cast<float2*>(s.scores + at) = make_float2(one, two);
+          s.group_max[at / kUnitColumns] = largest;
+        }
+      }
+    }
+  }
+}
+
+template <int kRows>
+__global__ void __launch_bounds__(kThreads, 1) run_segment(const __grid_constant__ Segment s) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  auto& shared = *reinterpret_cast<Shared<kRows>*>(memory);
+  let_others_start();
+  // Weights are never written, and lengths not by a kernel, so they may be read before the kernels in front have ended;
+  // nothing else may.
+  Queue queue(s, memory + sizeof(shared));
+  const void* norms[4] = {s.post_attention_norm, s.pre_feedforward_norm, s.post_feedforward_norm, s.next_norm};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    shared.norms[i][threadIdx.x] = static_cast<const bf16*>(norms[i])[threadIdx.x];
+  }
+  const float scalar = s.layer_scalar == nullptr ? 1.0f : __bfloat162float(*static_cast<const bf16*>(s.layer_scalar));
+  if (static_cast<int>(threadIdx.x) < s.rows && s.attention.partial != nullptr) {
+    const Attention& a = s.attention;
+    const int row = threadIdx.x;
+    shared.chunks[row] = count_chunks(a, a.rows_each == 1 ? row : row / a.rows_each);
+  }
+  __syncthreads();
+  wait_for_others();
+  const uint32_t epoch = *static_cast<volatile uint32_t*>(s.epoch) + 1;
+
+  merge(s, epoch, shared);
+  float x[Shared<kRows>::kOwnRows];
+#pragma unroll 1
+  for (int half = 0; half < 2; ++half) {
+    const bool last = half == 1;
+    uint64_t* const mail = last ? s.mail_down : s.mail_o;
+    const uint64_t* const from = last ? s.mail_inner : s.mail_attended;
+    project_split(s, s.products[last ? kDown : kOutput], from, mail, epoch, queue, shared);
+    __syncthreads();  // the rows of the half before are read until here
+    Step step{mail, nullptr, s.mail_normed + s.rows * kHidden / 2, kPostFeedforward, kNextNorm, scalar, true};
+    if (!last) {
+      step = {mail, static_cast<const bf16*>(s.residual), s.mail_normed, kPostAttention, kPreFeedforward, 1.0f, false};
+    }
+    take_in(s, step, epoch, x, shared);
+    if (last && blockIdx.x == 0 && threadIdx.x == 0) {
+      *static_cast<volatile uint32_t*>(s.epoch) =
+          epoch;  // every block had to read it before a row of this mail was full
+    }
+#pragma unroll 1
+    for (int number = last ? kNext : kGateUp; number < (last ? s.num_products : kDown); ++number) {
+      project(s, number, epoch, queue, shared);
+    }
+  }
+}
+
+template <int kRows>
+constexpr int bytes() {
+  return static_cast<int>(sizeof(Shared<kRows>) + kQuads * Queue::kQuadBytes);
+}
+
+template <int kRows>
+cudaError_t launch(const Segment& s, int blocks, bool early, cudaStream_t stream) {
+  constexpr int kBytes = bytes<kRows>();
+  const auto kernel = run_segment<kRows>;
+  if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)) {
+    return error;
+  }
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeCooperative;
+  attributes[0].val.cooperative = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = kBytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = early ? 2 : 1;
+  return cudaLaunchKernelEx(&config, kernel, s);
+}
+
+}  // namespace
+
+int launch_segment(const Segment& s, int blocks, bool early, void* stream) {
+  const auto on = static_cast<cudaStream_t>(stream);
+  return static_cast<int>(s.rows <= 1    ? launch<1>(s, blocks, early, on)
+                          : s.rows <= 8  ? launch<8>(s, blocks, early, on)
+                          : s.rows <= 16 ? launch<16>(s, blocks, early, on)
+                          : s.rows <= 32 ? launch<32>(s, blocks, early, on)
+                                         : launch<64>(s, blocks, early, on));
+}
+
+int segment_bytes(int rows) {
+  return rows <= 1    ? bytes<1>()
+         : rows <= 8  ? bytes<8>()
+         : rows <= 16 ? bytes<16>()
+         : rows <= 32 ? bytes<32>()
+                      : bytes<64>();
+}
+
+}  // namespace mtp::cuda

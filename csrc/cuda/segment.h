@@ -1,0 +1,92 @@
+// What lies between two attentions of a draft step, as one launch: see segment.cu.
+#pragma once
+
+#include <cstdint>
+
+#include "sizes.h"
+
+namespace mtp::cuda {
+
+constexpr int kMostRows = 64;
+constexpr int kUnitColumns = 8;  // columns of a product that one warp computes at a time
+constexpr int kHidden = 256;
+constexpr int kSplitDepth = 1024;  // columns of the products that all warps of a block share are a multiple of this
+constexpr int kMostProducts = 5;
+constexpr int kMostRuns = 32;  // of a warp, see queue.h
+
+enum { kOutput, kGateUp, kDown, kNext, kScores };  // the products of a segment, in their order
+
+// weight [columns, depth] bf16, rows `stride` apart. Block `first_block` has the first unit, the next one the second.
+struct Product {
+  const void* weight = nullptr;
+  int64_t stride = 0;
+  int64_t second = 0;  // elements between a row of gate and the row of up that belongs to it; 0 otherwise
+  int columns = 0;     // of the result
+  int column_units = 0;
+  int pieces = 0;       // of one warp's share of the depth
+  bool shared = false;  // whether the warps of a block share the depth; else each has units of its own
+  int units_each = 0;   // units of a block,
+  int units_more = 0;   // and how many blocks have one more
+  int first_block = 0;
+  int first_warp = 0;  // where a warp has units of its own
+};
+
+// What draft_attention's chunks left (triton_ops/_attention_kernels.py), or with `attended` its result.
+struct Attention {
+  const void* attended = nullptr;     // [rows, heads * head_dim] bf16
+  const float* partial = nullptr;     // [rows * heads, parts, head_dim]
+  const float* stats = nullptr;       // [rows * heads, parts, 2]
+  const int32_t* seq_lens = nullptr;  // [batch]
+  const float* v_scale = nullptr;     // one, or one a KV head
+  int64_t v_scale_stride = 0;
+  int64_t capacity = 0;  // keys that a request's table has room for
+  int64_t bound = 0;     // keys that a query may see
+  float chunk_weight = 0;
+  int log2_max_chunks = 0;
+  int chunk_multiple = 0;  // keys, a power of two
+  int fold = 0;            // chunks
+  int log2_fold = 0;
+  int chunks_a_part = 0;  // 1 or `fold`
+  int parts = 0;
+  int log2_heads = 0;
+  int head_dim = 0;
+  int log2_lanes = 0;  // that share the folds of a query's elements
+  int log2_units = 0;  // of a warp in a head
+  int log2_group = 0;  // query heads of a KV head
+  int rows_each = 0;
+};
+
+struct Segment {
+  Product products[kMostProducts];
+  int num_products = 0;
+  Attention attention;
+  const void* residual = nullptr;  // [rows, hidden] bf16, before the attention
+  const void* post_attention_norm = nullptr;
+  const void* pre_feedforward_norm = nullptr;
+  const void* post_feedforward_norm = nullptr;
+  const void* layer_scalar = nullptr;  // one bf16, or null
+  const void* next_norm = nullptr;
+  float eps = 0;
+  int rows = 0;
+  int attended_columns = 0;
+  int inner_columns = 0;
+  uint32_t* epoch = nullptr;          // [1]; see segment.cu
+  uint64_t* mail_attended = nullptr;  // [rows, attended_columns / 2]
+  uint64_t* mail_o = nullptr;         // [rows, hidden]
+  uint64_t* mail_inner = nullptr;     // [rows, inner_columns / 2]
+  uint64_t* mail_down = nullptr;      // [rows, hidden]
+  uint64_t* mail_normed = nullptr;    // [2, rows, hidden / 2], where a block does not compute all rows
+  void* x_out = nullptr;              // [rows, hidden] bf16, or null
+  void* normed = nullptr;             // [rows, hidden] bf16, or null
+  void* output = nullptr;             // [rows, columns] bf16, of the first product that follows
+  float* scores = nullptr;            // [rows, columns], of the second
+  float* group_max = nullptr;         // [rows, columns / 8], the largest of each unit's scores
+};
+
+// Shared memory of a block for so many rows.
+int segment_bytes(int rows);
+
+// 0, or the code of a CUDA error. `early`: may start before the kernel in front of it has ended (sm_90 and later).
+int launch_segment(const Segment& segment, int blocks, bool early, void* stream);
+
+}  // namespace mtp::cuda

@@ -1,0 +1,142 @@
+"""Segments of a draft step: what lies between two attentions, in one CUDA launch (csrc/cuda/segment.cu).
+
+A segment merges the chunks of draft_attention, projects them, runs the feed-forward, and then the next layer's query
+projection, or the projections of the head. Its blocks hand each other their results through a workspace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _native
+from .kv_view import KVView
+from .triton_ops._launch import Launch, capability
+from .weights import AssistantWeights, LayerWeights
+
+PART_TOKENS = 32  # of `candidates`
+HEADER = 16  # words of the workspace before the mail
+HIDDEN = 256
+MOST_ROWS = 64
+SPLIT_DEPTH = 1024  # depth of the products that the warps of a block share is a multiple of this
+SHARED_LIMIT = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}  # KB a block, by capability * 10; 99 elsewhere
+
+
+@dataclass(frozen=True)
+class CudaLaunch:
+    """A launch of mtp_cuda::<op> as data, with `run()` as a Launch has it."""
+
+    op: str
+    args: dict[str, Any]
+
+    def run(self) -> None:
+        _native.cuda_op(self.op)(**self.args)
+
+
+def refuses(weights: AssistantWeights, kv: Mapping[str, KVView], rows: int) -> str:
+    """Why segments do not serve rounds of up to `rows` rows, or ""."""
+    if weights.device.type != "cuda":
+        return f"no CUDA kernels on {weights.device.type}"
+    if weights.dtype != torch.bfloat16:
+        return f"weights of {weights.dtype}"
+    if weights.hidden != HIDDEN:
+        return f"hidden {weights.hidden} is not {HIDDEN}"
+    if rows > MOST_ROWS:
+        return f"{rows} rows are more than {MOST_ROWS}"
+    columns = [weights.backbone, 0 if weights.centroids is None else weights.centroids.size(0)]
+    if any(n % 8 for n in columns):
+        return "a projection whose columns are no multiple of 8"
+    for layer in weights.layers:
+        why = _refuses_layer(layer, kv)
+        if why:
+            return why
+    if why := _native.cuda_library():
+        return why
+    found, needed = capability(weights.device), _native.cuda_op("segment_bytes")(rows) / 1024
+    if found < 80 or needed > SHARED_LIMIT.get(found, 99):
+        return f"{needed:.0f} KB of shared memory a block are more than compute capability {found / 10} has"
+    return ""
+
+
+def _refuses_layer(layer: LayerWeights, kv: Mapping[str, KVView]) -> str:
+    if any(p.size(1) % SPLIT_DEPTH for p in (layer.o_proj, layer.down)):
+        return f"a projection whose depth is no multiple of {SPLIT_DEPTH}"
+    if any(n & (n - 1) for n in (layer.num_qo_heads, layer.head_dim)):
+        return "heads whose number or size is no power of two"
+    if layer.layer_type not in kv:
+        return f"no view for {layer.layer_type}"
+    view = kv[layer.layer_type]
+    if view.seq_lens.dtype != torch.int32 or view.kv_indptr is not None:
+        return "lengths that are not int32, or a flat page table"
+    group = layer.num_qo_heads // view.num_kv_heads
+    return "a group of query heads that is no power of two" if group & (group - 1) else ""
+
+
+def new_workspace(weights: AssistantWeights, rows: int) -> Tensor:
+    """Where the segments of one runner leave their results for each other; zeros, and nobody else's memory.
+
+    Rounds that share it must not overlap in time.
+    """
+    most = max(layer.o_proj.size(1) // 2 + layer.down.size(1) // 2 for layer in weights.layers)
+    words = HEADER + rows * (most + 3 * weights.hidden)
+    return torch.zeros(words, dtype=torch.int64, device=weights.device)
+
+
+def segment(
+    attention: list[Launch], attended: Tensor, kv: KVView, layer: LayerWeights, eps: float, residual: Tensor,
+    next_norm: Tensor, next_weight: Tensor, output: Tensor, workspace: Tensor, *, x_out: Tensor | None = None,
+    normed: Tensor | None = None, centroids: Tensor | None = None, scores: Tensor | None = None,
+    group_max: Tensor | None = None, early: bool = False
+) -> tuple[list[Launch], CudaLaunch]:
+    """The launches of `attention` (draft_attention.plan) that are still needed, and what takes the place of the others.
+
+    residual [rows, hidden] is x before the attention. output [rows, columns] gets rmsnorm(x) * next_norm @
+    next_weight.T of the x behind the layer, which goes to `x_out`, and normed to `normed`; with `centroids` their
+    scores [rows, count], and the largest of each 8, go where the head's kernels read them.
+    """
+    chunks: dict[str, Any] = {
+        "partial": None, "stats": None, "v_scale": None, "capacity": 0, "bound": 0, "chunk_weight": 0.0,
+        "max_chunks": 1, "chunk_multiple": 1, "fold": 1, "chunks_a_part": 1, "num_kv_heads": 1,
+    }
+    if len(attention) == 2:
+        main, last = attention
+        given = last.args
+        attention = [main]
+        chunks = {
+            "partial": given["partial_ptr"], "stats": given["stats_ptr"], "v_scale": given["v_scale_ptr"],
+            "capacity": given["table_size"] * given["page_size"], "bound": given["bound"],
+            "chunk_weight": given["chunk_weight"], "max_chunks": given["max_chunks"],
+            "chunk_multiple": last.constants["BLOCK_N"], "fold": last.constants["FOLD"],
+            "chunks_a_part": last.constants["CHUNKS"], "num_kv_heads": given["num_qo_heads"] // given["group"],
+        }
+    launch = CudaLaunch("segment", {
+        "attended": attended, **chunks, "seq_lens": kv.seq_lens, "residual": residual, "o_proj": layer.o_proj,
+        "post_attention_norm": layer.post_attention_norm, "eps": float(eps),
+        "pre_feedforward_norm": layer.pre_feedforward_norm, "gate_up": layer.gate_up, "down": layer.down,
+        "post_feedforward_norm": layer.post_feedforward_norm, "layer_scalar": layer.layer_scalar,
+        "next_norm": next_norm, "next_weight": next_weight, "output": output, "x_out": x_out, "normed": normed,
+        "centroids": centroids, "scores": scores, "group_max": group_max, "workspace": workspace, "early": early,
+    })
+    return attention, launch
+
+
+def ranks(weights: AssistantWeights) -> bool:
+    """Whether `candidates` serves the head: that of E2B and E4B."""
+    if weights.centroids is None:
+        return False
+    sizes = (weights.hidden, weights.centroids.size(0), weights.num_active)
+    return sizes == (256, 2048, 32) and weights.vocab % (2048 * PART_TOKENS) == 0
+
+
+def candidates(
+    weights: AssistantWeights, scores: Tensor, normed: Tensor, parts: dict[str, Tensor], *, early: bool = False
+) -> CudaLaunch:
+    """The best of each 32 candidate tokens, and the sum of their exponentials, into `parts` (new_parts, depth 1)."""
+    return CudaLaunch("candidates", {
+        "scores": scores, "normed": normed, "token_ordering": weights.token_ordering, "lm_head": weights.lm_head,
+        "centroid_ordered": weights.centroid_ordered, **parts, "early": early,
+    })
