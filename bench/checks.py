@@ -106,11 +106,12 @@ class HeadOracle:
         token_ordering: Tensor | None = None,
         num_active: int = 0,
         centroid_ordered: bool = False,
+        naive_lm_head: Tensor | None = None,  # of a dense head whose dtype is not the candidate's
     ) -> None:
         if centroids is None or token_ordering is None:
             self.ids = None
             self.logits = _all_logits(normed, lm_head)  # [n, vocab]
-            naive = F.linear(naive_normed, lm_head)
+            naive = F.linear(naive_normed, lm_head if naive_lm_head is None else naive_lm_head)
             self.possible = self.certain = torch.ones_like(self.logits, dtype=torch.bool)
         else:
             chosen, possible, certain = _active(normed, naive_normed, centroids, num_active)

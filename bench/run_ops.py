@@ -93,7 +93,12 @@ class OpProblem:
     def _head(self, call: Call) -> HeadOracle:
         if self.case.name == "lm_head_topk":
             normed, head, *_ = call.args
-            return HeadOracle(normed.double().flatten(0, 1), normed.flatten(0, 1), head)
+            naive_head, scale = None, call.kwargs.get("weight_scale")
+            if scale is not None:
+                head = head.float() * scale.unsqueeze(-1)
+                naive_head = head.to(normed.dtype)
+            rows = normed.flatten(0, 1)
+            return HeadOracle(rows.double(), rows, head, naive_lm_head=naive_head)
         normed, centroids, ordering, head, active, *_ = call.args
         normed = normed.flatten(0, 1)
         return HeadOracle(normed.double(), normed, head, centroids, ordering, active)
