@@ -70,8 +70,8 @@ def _refuses_layer(layer: LayerWeights, kv: Mapping[str, KVView]) -> str:
     if layer.layer_type not in kv:
         return f"no view for {layer.layer_type}"
     view = kv[layer.layer_type]
-    if view.seq_lens.dtype != torch.int32 or view.kv_indptr is not None:
-        return "lengths that are not int32, or a flat page table"
+    if view.kv_indptr is not None:
+        return "a flat page table"
     group = layer.num_qo_heads // view.num_kv_heads
     return "a group of query heads that is no power of two" if group & (group - 1) else ""
 

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from mtp_kernels.triton_ops._launch import Launch
-from mtp_kernels.triton_ops.draft_attention import Config, config, count_chunks, plan
+from mtp_kernels.triton_ops.draft_attention import Config, config, count_chunks, most_keys_a_chunk, plan
 from triton_compile import ARCHITECTURES, SHARED_LIMIT, compile_launch
 
 from mtp_kernels.ops.draft_attention import triton_serves
@@ -61,7 +61,7 @@ def test_launches_compile(arch: int, kv_dtype: torch.dtype) -> None:
     if kv_dtype == FP8:
         made = [x for x in made if "k_ptr" in x.args]  # the merge is the same
     chosen = distinct(made)
-    assert {x.constants["CHUNKS"] for x in chosen} == {1, 8}
+    assert {x.constants["CHUNKS"] for x in chosen} in ({1, 8}, {1, 4, 8})
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(lambda launch: compile_launch(launch, arch), chosen))
     for launch, compiled in zip(chosen, results):
@@ -69,7 +69,7 @@ def test_launches_compile(arch: int, kv_dtype: torch.dtype) -> None:
         assert "sin.approx" not in compiled.ptx and "cos.approx" not in compiled.ptx
         if arch == 90:
             assert compiled.spill_stores == 0
-        if "STAGES" in launch.constants:
+        if "STAGES" in launch.constants and not launch.constants["ONE_TILE"]:
             assert "cp.async" in compiled.ptx  # tiles of K and V are loaded ahead
 
 
@@ -99,7 +99,8 @@ def test_sizes_do_not_follow_batch_or_table(checkpoint: str, layer: int) -> None
     few, many = (launches(checkpoint, layer, 4, torch.bfloat16, torch.bfloat16, 90, batch, pages)
                  for batch, pages in ((1, 100), (64, 10000)))
     for one, two in zip(few, many):  # a merge more where the table has room for more parts
-        sizes = [{**x.constants, "CHUNKS": 0, "num_warps": x.num_warps} for x in (one, two)]  # CHUNKS changes no bit
+        free = {"CHUNKS": 0, "ONE_TILE": False}  # change no bit
+        sizes = [{**x.constants, **free, "num_warps": x.num_warps} for x in (one, two)]
         assert sizes[0] == sizes[1]
         assert all(one.args[n] == two.args[n] for n in ("max_chunks", "chunk_weight"))
 
@@ -114,8 +115,9 @@ def test_the_planned_chunks_are_enough(weight: float, max_chunks: int) -> None:
     chunk = (keys.float() * weight).sqrt().ceil().int()
     chunk = -(-torch.maximum(chunk, -(-keys // max_chunks)) // 32) * 32
     needed = -(-keys // chunk)
-    for n, most in zip(keys.tolist(), needed.cummax(0).values.tolist()):
+    for n, most, largest in zip(keys.tolist(), needed.cummax(0).values.tolist(), chunk.cummax(0).values.tolist()):
         assert most <= count_chunks(n, c) <= max_chunks
+        assert most_keys_a_chunk(n, c) > c.block_n or largest <= c.block_n  # a chunk of one tile
 
 
 def test_a_tile_holds_every_query() -> None:

@@ -132,6 +132,45 @@ def load_cache(at, mask, dtype: tl.constexpr):
     return tl.load(at, mask=mask, other=0.0).to(dtype)
 
 
+@triton.jit
+def load_tile(k_head, v_head, table, key, end, page_size, num_pages, k_stride_page, k_stride_slot, v_stride_page,
+              v_stride_slot, HALF: tl.constexpr, SLABS: tl.constexpr, LOG2_PAGE: tl.constexpr, dtype: tl.constexpr):
+    """Halves of K [slabs, keys, columns of a slab] and of V [head_dim / 2, keys], and which keys are seen."""
+    SLAB: tl.constexpr = HALF // SLABS
+    i = tl.arange(0, HALF)
+    column = tl.arange(0, SLABS)[:, None, None] * SLAB + tl.arange(0, SLAB)[None, None, :]  # [slabs, 1, columns]
+    seen = key < end
+    page = find_pages(table, key, end, page_size, num_pages, LOG2_PAGE)
+    slot = (key % page_size if LOG2_PAGE < 0 else key & ((1 << LOG2_PAGE) - 1)).to(tl.int64)
+    k_at = k_head + (page * k_stride_page + slot * k_stride_slot)[None, :, None] + column
+    # The addresses are turned, not the tile: that would take it out of the asynchronous copies.
+    v_at = tl.trans(v_head + (page * v_stride_page + slot * v_stride_slot)[:, None] + i[None, :])
+    k_seen, v_seen = seen[None, :, None], tl.trans(seen[:, None])
+    k_one = load_cache(k_at, k_seen, dtype)
+    k_two = load_cache(k_at + HALF, k_seen, dtype)
+    return k_one, k_two, load_cache(v_at, v_seen, dtype), load_cache(v_at + HALF, v_seen, dtype), seen
+
+
+@triton.jit
+def attend_tile(k_one, k_two, v_one, v_two, seen, q_one, q_two, top, total, y_one, y_two, scale, logits_soft_cap,
+                SOFT_CAP: tl.constexpr, dtype: tl.constexpr):
+    """Maximum, sum and average with the keys of a tile."""
+    s = tl.dot(k_one, q_one, input_precision="ieee")  # [slabs, keys, queries]
+    s = tl.dot(k_two, q_two, s, input_precision="ieee")
+    s = tl.sum(s, 0) * scale  # [keys, queries]
+    if SOFT_CAP:
+        s = logits_soft_cap * LOG2_E * tanh(s / logits_soft_cap)
+    s = tl.where(seen[:, None], s, float("-inf"))
+    new_top = tl.maximum(top, tl.max(s, 0))
+    p = tl.exp2(s - new_top[None, :])
+    shrink = tl.exp2(top - new_top)
+    total = tl.fma(total, shrink, tl.sum(p, 0))
+    p = p.to(dtype)  # [keys, queries]
+    y_one = tl.dot(v_one, p, y_one * shrink[None, :], input_precision="ieee")
+    y_two = tl.dot(v_two, p, y_two * shrink[None, :], input_precision="ieee")
+    return new_top, total, y_one, y_two
+
+
 @triton.jit(do_not_specialize=["num_pages", "page_size", "bound", "max_chunks", "rows", "num_kv_heads",
                                "group", "num_pairs", "table_size", "table_stride",
                                "position_stride_batch", "position_stride", "k_scale_stride", "v_scale_stride"],
@@ -149,9 +188,13 @@ def attend(
     logits_soft_cap, eps,
     HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
     SLABS: tl.constexpr, CHUNKS: tl.constexpr, LOG2_PAGE: tl.constexpr, SOFT_CAP: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    ONE_TILE: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """Grid (batch * num_kv_heads * row blocks, parts). A part is CHUNKS chunks, in one loop over their tiles."""
+    """Grid (batch * num_kv_heads * row blocks, parts). A part is CHUNKS chunks, in one loop over their tiles.
+
+    ONE_TILE: a part is a chunk that never has more than BLOCK_N keys; then these are on their way before the queries
+    are waited for. The cache is the target's, which no kernel of a round writes.
+    """
     let_others_start(EARLY)
     HALF: tl.constexpr = HEAD_DIM // 2
     SLAB: tl.constexpr = HALF // SLABS
@@ -174,6 +217,14 @@ def attend(
     end = first + tl.minimum(begin + span, visible).to(tl.int32)
     begin = first + begin.to(tl.int32)
 
+    n = tl.arange(0, BLOCK_N)
+    i = tl.arange(0, HALF)
+    k_head, v_head = k_ptr + head.to(tl.int64) * k_stride_head, v_ptr + head.to(tl.int64) * v_stride_head
+    if ONE_TILE:
+        k_one, k_two, v_one, v_two, seen = load_tile(
+            k_head, v_head, table, begin + n, end, page_size, num_pages, k_stride_page, k_stride_slot, v_stride_page,
+            v_stride_slot, HALF, SLABS, LOG2_PAGE, dtype)
+
     row = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     q_at = q_ptr + b.to(tl.int64) * q_stride_batch + (head * group).to(tl.int64) * q_stride_head
     q_one, q_two = load_queries(
@@ -186,10 +237,6 @@ def attend(
     if not SOFT_CAP:
         scale = scale * LOG2_E
 
-    n = tl.arange(0, BLOCK_N)
-    i = tl.arange(0, HALF)
-    column = tl.arange(0, SLABS)[:, None, None] * SLAB + tl.arange(0, SLAB)[None, None, :]  # [slabs, 1, columns]
-    k_head, v_head = k_ptr + head.to(tl.int64) * k_stride_head, v_ptr + head.to(tl.int64) * v_stride_head
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     y_one = tl.zeros([HALF, BLOCK_M], tl.float32)  # [head_dim / 2, queries]
@@ -197,31 +244,17 @@ def attend(
     if CHUNKS > 1:
         all_top, all_total, all_one, all_two = top, total, y_one, y_two
         chunk_end = begin + keys
-    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        key = start + n
-        seen = key < end
-        page = find_pages(table, key, end, page_size, num_pages, LOG2_PAGE)
-        slot = (key % page_size if LOG2_PAGE < 0 else key & ((1 << LOG2_PAGE) - 1)).to(tl.int64)
-        k_at = k_head + (page * k_stride_page + slot * k_stride_slot)[None, :, None] + column
-        # The addresses are turned, not the tile: that would take it out of the asynchronous copies.
-        v_at = tl.trans(v_head + (page * v_stride_page + slot * v_stride_slot)[:, None] + i[None, :])
-        k_seen, v_seen = seen[None, :, None], tl.trans(seen[:, None])
-        s = tl.dot(load_cache(k_at, k_seen, dtype), q_one, input_precision="ieee")  # [slabs, keys, queries]
-        s = tl.dot(load_cache(k_at + HALF, k_seen, dtype), q_two, s, input_precision="ieee")
-        v_one = load_cache(v_at, v_seen, dtype)  # [head_dim / 2, keys]
-        v_two = load_cache(v_at + HALF, v_seen, dtype)
-        s = tl.sum(s, 0) * scale  # [keys, queries]
-        if SOFT_CAP:
-            s = logits_soft_cap * LOG2_E * tanh(s / logits_soft_cap)
-        s = tl.where(seen[:, None], s, float("-inf"))
-        new_top = tl.maximum(top, tl.max(s, 0))
-        p = tl.exp2(s - new_top[None, :])
-        shrink = tl.exp2(top - new_top)
-        total = tl.fma(total, shrink, tl.sum(p, 0))
-        p = p.to(dtype)  # [keys, queries]
-        y_one = tl.dot(v_one, p, y_one * shrink[None, :], input_precision="ieee")
-        y_two = tl.dot(v_two, p, y_two * shrink[None, :], input_precision="ieee")
-        top = new_top
+    if ONE_TILE:
+        top, total, y_one, y_two = attend_tile(
+            k_one, k_two, v_one, v_two, seen, q_one, q_two, top, total, y_one, y_two, scale, logits_soft_cap, SOFT_CAP,
+            dtype)
+    for start in tl.range(begin, end if not ONE_TILE else begin, BLOCK_N, num_stages=STAGES):
+        k_one, k_two, v_one, v_two, seen = load_tile(
+            k_head, v_head, table, start + n, end, page_size, num_pages, k_stride_page, k_stride_slot, v_stride_page,
+            v_stride_slot, HALF, SLABS, LOG2_PAGE, dtype)
+        top, total, y_one, y_two = attend_tile(
+            k_one, k_two, v_one, v_two, seen, q_one, q_two, top, total, y_one, y_two, scale, logits_soft_cap, SOFT_CAP,
+            dtype)
         if CHUNKS > 1 and start + BLOCK_N >= tl.minimum(chunk_end, end):
             all_top, all_total, shrink, new_shrink = fold(all_top, all_total, top, total)
             all_one = tl.fma(all_one, shrink[None, :], y_one * new_shrink[None, :])

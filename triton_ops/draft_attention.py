@@ -118,7 +118,8 @@ def plan(
             "HEAD_DIM": head_dim, "BLOCK_ROWS": c.block_rows, "BLOCK_GROUP": c.block_group, "BLOCK_N": c.block_n,
             "SLABS": c.slabs, "CHUNKS": chunks_a_part,
             "LOG2_PAGE": page_size.bit_length() - 1 if page_size & (page_size - 1) == 0 else -1,
-            "SOFT_CAP": logits_soft_cap > 0, "STAGES": c.stages, "EARLY": False,
+            "SOFT_CAP": logits_soft_cap > 0, "STAGES": c.stages,
+            "ONE_TILE": chunks_a_part == 1 and most_keys_a_chunk(bound, c) <= c.block_n, "EARLY": False,
         },
         num_warps=c.num_warps,
     )
@@ -153,6 +154,12 @@ def most_keys(k_cache: Tensor, block_table: Tensor, max_seq_len: int, window_lef
 def count_chunks(bound: int, c: Config) -> int:
     """The most chunks that `chunk_size` of the kernels makes of up to `bound` keys."""
     return min(c.max_chunks, -(-bound // c.block_n), math.ceil(math.sqrt(bound / c.chunk_weight)))
+
+
+def most_keys_a_chunk(bound: int, c: Config) -> int:
+    """The most keys that `chunk_size` of the kernels gives a chunk of up to `bound` keys."""
+    keys = max(math.ceil(math.sqrt(bound * c.chunk_weight)), -(-bound // c.max_chunks), 1)
+    return -(-keys // c.block_n) * c.block_n
 
 
 @dataclass(frozen=True)
@@ -207,6 +214,9 @@ def config(
     # Half as many keys a tile and two tiles on the way, in the same memory, but where there are few keys to read.
     deep = not (short or wide) and (head_dim == 512 or num_kv_heads > 2)
     num_warps = 8 if large or wide else 4
+    # Few short keys. Microseconds of E4B's step on an H200, batch 1 and 1024 keys, 8 and 8192, 64 and 4096: in one slab
+    # and folds of 4 chunks 65.0, 183.3, 484.0; folds of 8 65.3, 182.8, 500.4; in two slabs 65.8, 184.6, 494.5.
+    light = not (large or wide or deep or short) and head_dim == 256
     blocks = num_kv_heads * -(-rows // block_rows)
     if large:  # one program an SM: 128 in all from 8192 keys on
         max_chunks, chunk_weight = 128 // blocks, blocks * blocks / 2
@@ -216,11 +226,10 @@ def config(
         block_rows,
         block_group,
         block_n=16 if short or deep else 32,
-        # E4B's step on an H200, batch 8 and 8192 keys: 2 slabs of a short key 196, 4 (a warp each) 200, 1 200.
-        slabs=min(num_warps, head_dim // 32, 8 if large or head_dim == 512 else 2),
+        slabs=1 if light else min(num_warps, head_dim // 32),
         max_chunks=min(128, max(8, _power_of_two(max_chunks))),
         chunk_weight=min(8.0, chunk_weight),
-        fold=1 if large else 8,
+        fold=1 if large else 4 if light else 8,
         block_d=64,
         num_warps=num_warps,
         stages=5 if deep else 3,

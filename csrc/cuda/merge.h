@@ -24,8 +24,9 @@ __device__ __forceinline__ void fold_in(float& top, float& total, float (&y)[4],
 
 // The chunks that a request's visible keys are cut into, as `chunk_size` in triton_ops/_attention_kernels.py cuts them.
 __device__ __forceinline__ int count_chunks(const Attention& a, int request) {
-  const int length = max(a.seq_lens[request], 0);
-  const int visible = static_cast<int>(min(min(static_cast<int64_t>(length), a.capacity), a.bound));
+  const int64_t length = a.lengths_are_int64 ? static_cast<const int64_t*>(a.seq_lens)[request]
+                                             : static_cast<const int32_t*>(a.seq_lens)[request];
+  const int visible = static_cast<int>(min(min(max(length, int64_t{0}), a.capacity), a.bound));
   int keys = static_cast<int>(ceilf(__fsqrt_rn(__fmul_rn(static_cast<float>(visible), a.chunk_weight))));
   keys = max(max(keys, (visible + (1 << a.log2_max_chunks) - 1) >> a.log2_max_chunks), 1);
   keys = (keys + a.chunk_multiple - 1) & -a.chunk_multiple;

@@ -33,11 +33,12 @@ struct Product {
 
 // What draft_attention's chunks left (triton_ops/_attention_kernels.py), or with `attended` its result.
 struct Attention {
-  const void* attended = nullptr;     // [rows, heads * head_dim] bf16
-  const float* partial = nullptr;     // [rows * heads, parts, head_dim]
-  const float* stats = nullptr;       // [rows * heads, parts, 2]
-  const int32_t* seq_lens = nullptr;  // [batch]
-  const float* v_scale = nullptr;     // one, or one a KV head
+  const void* attended = nullptr;  // [rows, heads * head_dim] bf16
+  const float* partial = nullptr;  // [rows * heads, parts, head_dim]
+  const float* stats = nullptr;    // [rows * heads, parts, 2]
+  const void* seq_lens = nullptr;  // [batch] int32 or int64
+  bool lengths_are_int64 = false;
+  const float* v_scale = nullptr;  // one, or one a KV head
   int64_t v_scale_stride = 0;
   int64_t capacity = 0;  // keys that a request's table has room for
   int64_t bound = 0;     // keys that a query may see

@@ -88,7 +88,6 @@ void segment(Tensor attended, std::optional<Tensor> partial, std::optional<Tenso
   check(pre_feedforward_norm, kOp, "pre_feedforward_norm", kHalf, {hidden});
   check(post_feedforward_norm, kOp, "post_feedforward_norm", kHalf, {hidden});
   check(next_norm, kOp, "next_norm", kHalf, {hidden});
-  check(seq_lens, kOp, "seq_lens", ScalarType::Int, {attended.size(0)});
   check(output, kOp, "output", kHalf, {rows, next_weight.size(0)});
 
   Segment s;
@@ -108,7 +107,9 @@ void segment(Tensor attended, std::optional<Tensor> partial, std::optional<Tenso
     check(*stats, kOp, "stats", kFloat, {rows * heads, a.parts, 2});
     a.partial = partial->const_data_ptr<float>();
     a.stats = stats->const_data_ptr<float>();
-    a.seq_lens = seq_lens.const_data_ptr<int32_t>();
+    a.lengths_are_int64 = seq_lens.scalar_type() == ScalarType::Long;
+    check(seq_lens, kOp, "seq_lens", a.lengths_are_int64 ? ScalarType::Long : ScalarType::Int, {attended.size(0)});
+    a.seq_lens = seq_lens.const_data_ptr();
     if (v_scale) {
       check(*v_scale, kOp, "v_scale", kFloat, {v_scale->size(0)});
       a.v_scale = v_scale->const_data_ptr<float>();

@@ -1,0 +1,253 @@
+"""Segments: what lies between two attentions in one CUDA launch, and the head's candidates in another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from harness import assert_same_bits
+from test_captured import seeds, some, views
+from torch import Tensor
+
+from mtp_kernels import AssistantWeights, CapturedDraft, KVView, _native, _segment, fused
+from mtp_kernels.captured import choose_kernels, launch_round, new_workspace
+from mtp_kernels.draft import chain_links
+from mtp_kernels.weights import PRESETS
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+if torch.cuda.is_available() and (why := _native.cuda_library()):
+    pytest.skip(why, allow_module_level=True)
+
+SMALL = replace(PRESETS["E4B"], backbone=256, vocab=2048 * 32)
+FP8 = torch.float8_e4m3fn
+
+
+def weights_of(model: str) -> AssistantWeights:
+    return AssistantWeights.synthetic(SMALL if model == "small" else model, device="cuda")
+
+
+def chain(
+    weights: AssistantWeights, kv: dict[str, KVView], seed: tuple[Tensor, ...], num_steps: int, early: bool,
+    workspace: Tensor | None
+) -> list[Tensor]:
+    ids, state, positions = seed
+    drafter = fused.Drafter(weights, kv, positions, early, workspace=workspace)
+    made = fused.draft_chain(drafter, ids, state, num_steps, None, positions + 1)
+    assert made.draft_positions is not None
+    return [made.draft_ids, made.draft_positions, made.cand_ids, made.cand_scores, *made.states]
+
+
+@pytest.mark.parametrize("model", ["E2B", "E4B"])
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 17, 40, 64])
+def test_against_fp64(model: str, rows: int) -> None:
+    """Ids, scores and states of a chain, every token fed back to the references."""
+    from mtp_kernels.bench.oracle import check_round, check_steps
+
+    weights = weights_of(model)
+    kv = {name: replace(v, seq_lens=torch.full_like(v.seq_lens, 21)) for name, v in views(weights, rows).items()}
+    ids, state, positions = seeds(weights, rows, 1)
+    positions = torch.full_like(positions, 20)
+    workspace = _segment.new_workspace(weights, rows)
+    seed = (ids, state, positions)
+    draft_ids, draft_positions, cand_ids, scores, *states = chain(weights, kv, seed, 2, True, workspace)
+    verdict = check_steps(weights, kv, ids, state, positions, 21, cand_ids.unbind(1), states)
+    assert verdict.ok, verdict
+    tree = chain_links(draft_ids, draft_positions - 1, cand_ids, scores)  # the oracle's root is at `positions`
+    verdict = check_round(weights, kv, ids, state, positions, 21, tree, 2, 1, 3)
+    assert verdict.ok, verdict
+
+
+def long_views(weights: AssistantWeights, lengths: list[int], page: int, kv_dtype: torch.dtype) -> dict[str, KVView]:
+    """Pages in any order, NaN in all that no request may see, and a window."""
+    found = {}
+    width = max(1, -(-max(lengths) // page))
+    generator = torch.Generator("cuda").manual_seed(7)
+    for layer in weights.layers:
+        if layer.layer_type in found:
+            continue
+        heads, dim = weights.config.kv_shape(layer.layer_type)
+        table = torch.randperm(len(lengths) * width, generator=generator, device="cuda").int().view(-1, width)
+        shape = (len(lengths) * width, page, heads, dim)
+        k, v = (torch.randn(shape, generator=generator, device="cuda") * 0.2 for _ in range(2))
+        window = 511 if layer.layer_type == "sliding_attention" else -1
+        for row, length in enumerate(lengths):
+            at = torch.arange(width * page, device="cuda")
+            unseen = (at >= length) | (at < length - 1 - window if window >= 0 else at < 0)
+            place = table[row].long().repeat_interleave(page) * page + at % page
+            for cache in (k, v):
+                cache.view(-1, heads, dim)[place[unseen]] = float("nan")
+        scale = None
+        if kv_dtype == FP8:
+            k, v, scale = k / 0.003, v / 0.003, torch.full((1,), 0.003, device="cuda")
+        seq_lens = torch.tensor(lengths, dtype=torch.int32 if page == 16 else torch.int64, device="cuda")
+        found[layer.layer_type] = KVView.paged(
+            k.to(kv_dtype), v.to(kv_dtype), table, seq_lens, window, scale, scale
+        )
+    return found
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8])
+@pytest.mark.parametrize("page", [1, 16, 61])
+def test_as_the_kernels_of_triton(page: int, kv_dtype: torch.dtype) -> None:
+    """Of lengths around chunks and folds: only sums are rounded otherwise; no key but the visible ones is read."""
+    weights = weights_of("small")
+    lengths = [0, 1, 31, 33, 511, 512, 513, 2000, 4099]
+    kv = long_views(weights, lengths, page, kv_dtype)
+    ids, state, _ = seeds(weights, len(lengths), 3)
+    positions = torch.tensor(lengths, device="cuda").clamp(min=1) - 1
+    workspace = _segment.new_workspace(weights, len(lengths))
+    got = chain(weights, kv, (ids, state, positions), 1, False, workspace)
+    expected = chain(weights, kv, (ids, state, positions), 1, False, None)
+    for one, two in ((got[3], expected[3]), (got[4], expected[4])):
+        assert one.isfinite().all()
+        torch.testing.assert_close(one, two, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("model", ["small", "E4B"])
+def test_bits_follow_the_row_alone(model: str) -> None:
+    """Of batches that run on other kernels, that fold their chunks elsewhere; early or not."""
+    weights = weights_of(model)
+    most = 64 if model == "small" else 20
+    kv, seed = views(weights, most), seeds(weights, most, 4)
+    workspace = _segment.new_workspace(weights, most)
+    alone = [chain(weights, some(kv, slice(i, i + 1)), tuple(s[i : i + 1] for s in seed), 2, True, workspace)
+             for i in range(most)]
+    for batch in (2, 3, 8, 9, 17, 33, 64):
+        for early in (False, True):
+            if batch > most:
+                continue
+            got = chain(weights, some(kv, slice(0, batch)), tuple(s[:batch] for s in seed), 2, early, workspace)
+            for i in range(batch):
+                for name, (one, two) in enumerate(zip(got, alone[i])):
+                    assert torch.equal(one[i : i + 1], two), f"result {name} of row {i} of {batch}, early {early}"
+
+
+def test_bits_do_not_depend_on_who_folds_the_chunks() -> None:
+    """Long requests alone leave chunks, many of them folds."""
+    weights = weights_of("small")
+    lengths = [4096, 700, 513, 2049] * 16
+    kv = long_views(weights, lengths, 16, torch.bfloat16)
+    seed = seeds(weights, 64, 4)
+    workspace = _segment.new_workspace(weights, 64)
+    together = chain(weights, kv, seed, 1, True, workspace)
+    for i in range(4):
+        alone = chain(weights, some(kv, slice(i, i + 1)), tuple(s[i : i + 1] for s in seed), 1, True, workspace)
+        for one, two in zip(together, alone):
+            assert torch.equal(one[i : i + 1], two)
+
+
+@pytest.mark.parametrize("topk", [1, 3])
+def test_captured_equals_eager(topk: int) -> None:
+    """Replays, also after memory was freed and filled again, as batches shrink and grow; a hundred of them equal."""
+    weights = weights_of("small")
+    kv = views(weights, 9)
+    runner = CapturedDraft(weights, kv, max_batch=9, num_steps=(3, 1), topk=topk)
+    assert (runner.kernels, runner.reason) == ("segments", "")
+    for turn, (batch, depth) in enumerate([(9, 3), (1, 3), (3, 1), (8, 3), (0, 1), (2, 1)] * 3):
+        ids, state, positions = seeds(weights, batch, turn)
+        mine = some(kv, slice(0, batch))
+        waste = torch.full((1 << 20,), float("nan"), device="cuda")
+        tree = runner.draft(mine, ids, state, positions, positions + 1, depth)
+        got = [None if t is None else t.clone() for t in tree]
+        del waste
+        workspace = new_workspace("segments", weights, max(1, batch) * topk)
+        expected = launch_round(
+            "segments", weights, mine, ids, state, positions, depth, topk, None, positions + 1, None, workspace
+        )()
+        for one, two in zip(got, expected):
+            assert_same_bits(one, two)
+    ids, state, positions = seeds(weights, 5, 1)
+    first = [t.clone() for t in runner.draft(some(kv, slice(0, 5)), ids, state, positions, positions + 1)]
+    for _ in range(100):
+        for one, two in zip(first, runner.replay(5)):
+            assert_same_bits(one, two)
+
+
+def test_no_synchronisation() -> None:
+    weights = weights_of("small")
+    kv = views(weights, 4)
+    runner = CapturedDraft(weights, kv, max_batch=4)
+    ids, state, positions = seeds(weights, 4, 1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        runner.draft(kv, ids, state, positions, positions + 1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_launches_are_counted_beyond_32_bits() -> None:
+    weights = weights_of("small")
+    kv, seed = views(weights, 2), seeds(weights, 2, 4)
+    workspace = _segment.new_workspace(weights, 2)
+    expected = chain(weights, kv, seed, 1, True, workspace)
+    workspace.zero_()
+    workspace.view(torch.int32)[0] = -3
+    for _ in range(3):
+        for one, two in zip(chain(weights, kv, seed, 1, True, workspace), expected):
+            assert torch.equal(one, two)
+    assert workspace.view(torch.int32)[0] == -3 + 3 * weights.num_layers
+
+
+def head_problem(kind: str, rows: int) -> dict[str, Any]:
+    generator = torch.Generator("cuda").manual_seed(3)
+    vocab = 2048 * 64
+    scores = torch.randn(rows, 2048, generator=generator, device="cuda")
+    if kind == "ties":
+        scores = scores.mul(4).round().div(4)
+    elif kind == "equal":
+        scores.fill_(1.5)
+    elif kind == "few":  # most are what NaN becomes
+        scores[:, torch.arange(2048, device="cuda") % 100 != 3] = -torch.inf
+    elif kind == "one place":  # all of them in the scores of four threads
+        scores[:, 64:96] += 100
+    return {
+        "scores": scores,
+        "normed": torch.randn(rows, 256, generator=generator, device="cuda").bfloat16(),
+        "token_ordering": torch.randperm(vocab, generator=generator, device="cuda").int(),
+        "lm_head": torch.randn(vocab, 256, generator=generator, device="cuda").bfloat16(),
+    }
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "equal", "few", "one place"])
+@pytest.mark.parametrize("rows,ordered", [(1, False), (9, True), (64, False)])
+def test_candidates(kind: str, rows: int, ordered: bool) -> None:
+    """The best token and the sum, against fp64 over the 32 best centroids; equal scores go by centroid."""
+    given = head_problem(kind, rows)
+    given["token_ordering"] = given["token_ordering"].to(torch.int32 if rows == 1 else torch.int64)
+    parts = 32 * 2
+    out = {
+        "part_values": torch.empty(rows, parts, 1, device="cuda"),
+        "part_orders": torch.empty(rows, parts, 1, device="cuda", dtype=torch.int64),
+        "part_max": torch.empty(rows, parts, device="cuda"), "part_sum": torch.empty(rows, parts, device="cuda"),
+    }
+    _native.cuda_op("candidates")(**given, centroid_ordered=ordered, **out, early=False)
+    chosen = given["scores"].sort(dim=1, descending=True, stable=True).indices[:, :32]
+    place = chosen.unsqueeze(-1) * 64 + torch.arange(64, device="cuda")  # [rows, 32, 64]
+    ids = given["token_ordering"][place].long()
+    weight = given["lm_head"].double()[place if ordered else ids]
+    logits = (weight @ given["normed"].double()[:, None, :, None]).flatten(1)  # [rows, 2048]
+    by_part = logits.view(rows, parts, 32)
+    torch.testing.assert_close(out["part_max"].double(), by_part.amax(-1), rtol=1e-5, atol=1e-4)
+    assert torch.equal(out["part_values"][..., 0], out["part_max"])
+    total = (out["part_max"].double() + out["part_sum"].double().log()).logsumexp(-1)
+    torch.testing.assert_close(total, logits.logsumexp(-1), rtol=1e-5, atol=1e-4)
+    token = out["part_orders"][..., 0] >> 32
+    at = (ids.view(rows, parts, 32) == token.unsqueeze(-1)).int().argmax(-1, keepdim=True)
+    found = by_part.gather(-1, at).squeeze(-1)
+    torch.testing.assert_close(found, by_part.amax(-1), rtol=1e-5, atol=1e-4)
+
+
+def test_what_is_refused() -> None:
+    weights = weights_of("small")
+    kv = views(weights, 2)
+    assert choose_kernels(weights, kv, 1, max_batch=64) == ("segments", "")
+    assert choose_kernels(weights, kv, 1, max_batch=65)[0] == "fused"
+    assert choose_kernels(weights, kv, 9, max_batch=8)[0] == "fused"
+    assert _segment.refuses(weights, kv, 65) == "65 rows are more than 64"
+    half = AssistantWeights.synthetic(SMALL, dtype=torch.float16, device="cuda")
+    assert _segment.refuses(half, kv, 1) == "weights of torch.float16"
+    seed = seeds(weights, 2, 1)
+    with pytest.raises(RuntimeError, match="workspace is not"):
+        chain(weights, kv, seed, 1, True, _segment.new_workspace(weights, 1))
