@@ -57,8 +57,10 @@ def why_not_built(part: str) -> str:
 def _load(part: str, path: Path) -> str:
     if not path.exists():
         return f"the {part.upper()} library is missing: {why_not_built(part) or f'{path.name} was removed'}"
+    if part == "cuda" and torch.version.cuda is None:
+        return "this torch was built without CUDA"
     try:
         torch.ops.load_library(str(path))
     except (OSError, RuntimeError) as error:
-        return f"the {part.upper()} library does not load: {error}"
+        return f"the {part.upper()} library does not load: {error.__cause__ or error}"
     return ""

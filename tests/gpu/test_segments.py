@@ -41,21 +41,24 @@ def chain(
 
 @pytest.mark.parametrize("model", ["E2B", "E4B"])
 @pytest.mark.parametrize("rows", [1, 3, 8, 9, 17, 40, 64])
-def test_against_fp64(model: str, rows: int) -> None:
-    """Ids, scores and states of a chain, every token fed back to the references."""
-    from mtp_kernels.bench.oracle import check_round, check_steps
+@pytest.mark.parametrize("context", [21, 700])
+def test_against_fp64(model: str, rows: int, context: int) -> None:
+    """Ids, scores and states of a chain, every token fed back to the references; one part of keys, and several."""
+    from mtp_kernels.bench.case import Case
+    from mtp_kernels.bench.run_steps import StepProblem
 
     weights = weights_of(model)
-    kv = {name: replace(v, seq_lens=torch.full_like(v.seq_lens, 21)) for name, v in views(weights, rows).items()}
-    ids, state, positions = seeds(weights, rows, 1)
-    positions = torch.full_like(positions, 20)
+    case = Case("step", "step", model, batch=rows, context=context, num_steps=2)
+    problem = StepProblem(case, torch.device("cuda"), weights)
+    one = problem.inputs
     workspace = _segment.new_workspace(weights, rows)
-    seed = (ids, state, positions)
-    draft_ids, draft_positions, cand_ids, scores, *states = chain(weights, kv, seed, 2, True, workspace)
-    verdict = check_steps(weights, kv, ids, state, positions, 21, cand_ids.unbind(1), states)
+    seed = (one.seed_ids, one.state, one.positions)
+    draft_ids, draft_positions, cand_ids, scores, *states = chain(weights, one.kv, seed, 2, True, workspace)
+    verdict = problem.check(0, [*cand_ids.unbind(1), *states])
     assert verdict.ok, verdict
     tree = chain_links(draft_ids, draft_positions - 1, cand_ids, scores)  # the oracle's root is at `positions`
-    verdict = check_round(weights, kv, ids, state, positions, 21, tree, 2, 1, 3)
+    problem.case = replace(case, level="round")
+    verdict = problem.check(0, tree)
     assert verdict.ok, verdict
 
 
@@ -70,7 +73,7 @@ def long_views(weights: AssistantWeights, lengths: list[int], page: int, kv_dtyp
         heads, dim = weights.config.kv_shape(layer.layer_type)
         table = torch.randperm(len(lengths) * width, generator=generator, device="cuda").int().view(-1, width)
         shape = (len(lengths) * width, page, heads, dim)
-        k, v = (torch.randn(shape, generator=generator, device="cuda") * 0.2 for _ in range(2))
+        k, v = (torch.randn(shape, generator=generator, device="cuda") * 0.05 for _ in range(2))
         window = 511 if layer.layer_type == "sliding_attention" else -1
         for row, length in enumerate(lengths):
             at = torch.arange(width * page, device="cuda")
@@ -102,7 +105,8 @@ def test_as_the_kernels_of_triton(page: int, kv_dtype: torch.dtype) -> None:
     expected = chain(weights, kv, (ids, state, positions), 1, False, None)
     for one, two in ((got[3], expected[3]), (got[4], expected[4])):
         assert one.isfinite().all()
-        torch.testing.assert_close(one, two, rtol=0.03, atol=0.03)
+        difference = torch.linalg.vector_norm(one.double() - two.double(), dim=1)
+        assert (difference < 0.01 * torch.linalg.vector_norm(two.double(), dim=1)).all()
 
 
 @pytest.mark.parametrize("model", ["small", "E4B"])
@@ -133,7 +137,9 @@ def test_bits_do_not_depend_on_who_folds_the_chunks() -> None:
     workspace = _segment.new_workspace(weights, 64)
     together = chain(weights, kv, seed, 1, True, workspace)
     for i in range(4):
-        alone = chain(weights, some(kv, slice(i, i + 1)), tuple(s[i : i + 1] for s in seed), 1, True, workspace)
+        one_row = slice(i, i + 1)
+        own = {n: replace(v, block_table=v.block_table[one_row], seq_lens=v.seq_lens[one_row]) for n, v in kv.items()}
+        alone = chain(weights, own, tuple(s[i : i + 1] for s in seed), 1, True, workspace)
         for one, two in zip(together, alone):
             assert torch.equal(one[i : i + 1], two)
 
