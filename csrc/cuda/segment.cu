@@ -351,7 +351,8 @@ __global__ void __launch_bounds__(kThreads, 1) run_segment(const __grid_constant
   }
   __syncthreads();
   wait_for_others();
-  const uint32_t epoch = *static_cast<volatile uint32_t*>(s.epoch) + 1;
+  uint32_t epoch = *static_cast<volatile uint32_t*>(s.epoch) + 1;
+  epoch += epoch == 0;  // that of words which nobody has written yet
 
   merge(s, epoch, shared);
   float x[Shared<kRows>::kOwnRows];
