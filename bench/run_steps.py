@@ -138,7 +138,7 @@ def _our_chain(one: StepInputs, case: Case, whole: CpuStep | None = None) -> tup
 def _kernels(one: StepInputs, case: Case) -> str:
     """What CapturedDraft would run; on a GPU without a graph, the ops."""
     captured = case.mode == "graph" or one.weights.device.type == "cpu"
-    return choose_kernels(one.weights, one.kv, case.topk, max_batch=case.batch)[0] if captured else OPS
+    return choose_kernels(one.weights, one.kv, case.topk, None, case.batch)[0] if captured else OPS
 
 
 def _our_fused_chain(one: StepInputs, case: Case, workspace: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:

@@ -58,7 +58,8 @@ class CapturedDraft:
             on a GPU, of small assistants with a centroid head (E2B, E4B), all that lies between two attentions in one
             CUDA launch ("segments": bf16, max_batch * topk up to 64), else Triton kernels ("fused"); on a CPU a whole
             step in one call ("step"). False for the ops as draft() calls them ("ops"). `kernels` says what runs, and
-            `reason` why the last. Those of a GPU round sums in another order than the ops; a CPU's step has their bits.
+            `reason` why nothing faster does. Those of a GPU round sums in another order than the ops; a CPU's step has
+            their bits.
         suppress_ids: as for draft(); the tensor is captured: what is written into it holds from the next replay on.
 
     Raises:
@@ -290,7 +291,7 @@ def choose_kernels(
     weights: AssistantWeights, kv: Mapping[str, KVView], topk: int, suppress_ids: Tensor | None = None,
     max_batch: int = 1
 ) -> tuple[str, str]:
-    """What runs captured rounds of up to max_batch requests, and why OPS where it is that.
+    """What runs captured rounds of up to max_batch requests, and why nothing faster does.
 
     All of a runner's rounds run on the same kernels, so that a request's bits do not depend on how many there are.
     """
@@ -300,13 +301,13 @@ def choose_kernels(
         why = why_no_step(weights)
         return (OPS, why) if why else (STEP, "")
     try:
-        from . import fused
+        from . import _segment, fused
     except ImportError as error:
         return OPS, str(error)
-    if not fused.refuses_segments(weights, kv, max_batch * topk, topk):
-        return SEGMENTS, ""
-    why = fused.refuses(weights, kv, topk)
-    return (OPS, why) if why else (FUSED, "")
+    if why := fused.refuses(weights, kv, topk):
+        return OPS, why
+    why = _segment.refuses(weights, kv, max_batch * topk)
+    return (FUSED, why) if why else (SEGMENTS, "")
 
 
 def new_workspace(kernels: str, weights: AssistantWeights, rows: int) -> Tensor | None:

@@ -91,11 +91,6 @@ def refuses(weights: AssistantWeights, kv: Mapping[str, KVView], topk: int) -> s
     return ""
 
 
-def refuses_segments(weights: AssistantWeights, kv: Mapping[str, KVView], rows: int, topk: int) -> str:
-    """Why segments do not serve rounds of up to `rows` rows, or ""."""
-    return refuses(weights, kv, topk) or _segment.refuses(weights, kv, rows)
-
-
 def overlaps(device: torch.device) -> bool:
     """Whether kernels may start early there."""
     return capability(device) >= 90

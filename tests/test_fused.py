@@ -128,7 +128,7 @@ def test_reasons() -> None:
 def test_chooses(implementation: str, device: str) -> None:
     dtype = dtypes(device)[0]
     weights = weights_of(device, dtype)
-    assert choose_kernels(weights, views(weights, 1), 1) == ("fused", "")
+    assert choose_kernels(weights, views(weights, 1), 1) == ("fused", "no CUDA kernels on cpu")
     odd = AssistantWeights.synthetic("tiny", dtype=dtype).to(device)
     dense = AssistantWeights.synthetic("tiny-dense", dtype=dtype).to(device)
     for model, topk, why in (
