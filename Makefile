@@ -10,7 +10,7 @@ SOURCES := $(shell find $(PACKAGED) -type f -not -path '*/__pycache__/*' -not -p
 	setup.py CMakeLists.txt pyproject.toml $(wildcard README.md LICENSE)
 CPP := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test test-transformers-5.17 build sanitize lint format clean
+.PHONY: demo test test-transformers-5.17 build sanitize clang lint format clean
 
 # Watch the example pair decode with and without drafting.
 demo: $(VENV)/.installed
@@ -42,6 +42,18 @@ sanitize: $(VENV)/.tools
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONSAFEPATH=1 \
 		PYTHONPATH=$(SANITIZED)/site $(BIN)/python -m pytest -q -p no:cacheprovider -k "cpu or native" \
 		--deselect tests/test_native.py::test_no_path_of_the_building_machine_is_in_the_library \
+		$(SANITIZE_TESTS) $(ARGS)
+
+# The op tests on a CPU library built by clang, the one inside the ziglang wheel, with the headers and the runtime of g++.
+CLANG := build/clang
+clang: $(VENV)/.tools
+	$(PIP) install --upgrade --target $(CLANG)/wheel ziglang==0.17.1
+	printf '#!/bin/sh\nexec "%s/zig" clang --driver-mode=g++ -resource-dir "%s/lib" "$$@"\n' \
+		$(CURDIR)/$(CLANG)/wheel/ziglang $(CURDIR)/$(CLANG)/wheel/ziglang > $(CLANG)/clang++
+	chmod +x $(CLANG)/clang++
+	CXX=$(CURDIR)/$(CLANG)/clang++ CMAKE_ARGS="$$CMAKE_ARGS -DMTP_WERROR=ON -DMTP_CUDA=OFF" $(BIN)/python setup.py -q build \
+		--build-base $(CLANG) --build-lib $(CLANG)/site
+	PYTHONSAFEPATH=1 PYTHONPATH=$(CLANG)/site $(BIN)/python -m pytest -q -p no:cacheprovider -k "cpu or native" \
 		$(SANITIZE_TESTS) $(ARGS)
 
 lint: $(VENV)/.tools

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._cpu_step import CpuStep, cpu_step
+from .._cpu_step import cpu_chain
 from ..captured import FUSED, OPS, SEGMENTS, STEP, choose_kernels, launch_round, new_workspace
-from ..draft import DraftTree, StepOutput, draft_step, num_candidates
+from ..draft import DraftTree, draft_step, num_candidates
 from ..kv_view import KVView
 from ..weights import AssistantWeights
 from ..weights._config import SLIDING
@@ -109,26 +109,25 @@ def candidates(case: Case, problem: StepProblem, setting: Setting) -> list[Candi
 
 
 def _bind_ours(case: Case, kernels: str) -> Callable[[StepInputs], Callable[[], Any]]:
-    """What CapturedDraft runs: in a graph the private kernels or the ops, on a CPU the library's whole step."""
+    """What CapturedDraft runs: in a graph the private kernels or the ops, on a CPU the library's whole steps."""
 
     def bind(one: StepInputs) -> Callable[[], Any]:
         workspace = new_workspace(kernels, one.weights, case.batch)
         if kernels in (FUSED, SEGMENTS):
             return lambda: _our_fused_chain(one, case, workspace)
-        whole = cpu_step(one.weights, one.kv) if kernels == STEP else None
-        return lambda: _our_chain(one, case, whole)
+        if kernels == STEP:
+            whole = cpu_chain(one.weights, one.kv)
+            return lambda: whole(one.seed_ids, one.state, one.positions, case.num_steps)[1:]
+        return lambda: _our_chain(one, case)
 
     return bind
 
 
-def _our_chain(one: StepInputs, case: Case, whole: CpuStep | None = None) -> tuple[list[Tensor], list[Tensor]]:
+def _our_chain(one: StepInputs, case: Case) -> tuple[list[Tensor], list[Tensor]]:
     ids, state = one.seed_ids.unsqueeze(1), one.state.unsqueeze(1)
     all_ids, states = [], []
     for _ in range(case.num_steps):
-        if whole is not None:
-            step = StepOutput(*whole(ids, state, one.positions, None, 1))
-        else:
-            step = draft_step(one.weights, one.kv, ids, state, one.positions)
+        step = draft_step(one.weights, one.kv, ids, state, one.positions)
         ids, state = step.token_ids[:, :, 0], step.state
         all_ids.append(ids[:, 0])
         states.append(state[:, 0])

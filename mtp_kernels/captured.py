@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from . import _triton
-from ._cpu_step import CpuStep, cpu_step, why_no_step
-from .draft import DraftTree, Step, StepOutput, chain_links, check_draft, draft, draft_with
+from ._cpu_step import cpu_chain, cpu_step, why_no_step
+from .draft import DraftTree, StepOutput, chain_links, chain_tree, check_draft, draft, draft_with
 from .kv_view import KVView
 from .ops._checks import check_device, check_dtype, check_index, check_range, check_shape, fail, require
 from .weights import AssistantWeights
@@ -43,7 +43,8 @@ class CapturedDraft:
     runs in the smallest bucket that holds it; the rows behind it have length 0, read no page, and change nothing.
     Nothing is copied to the host and nothing synchronises. Results equal those of draft() on the same buffers.
 
-    On a CPU, which has no graphs, a step is one call of the CPU library, with the bits of draft().
+    On a CPU, which has no graphs, a step of a tree is one call of the CPU library, and so are all steps of a chain,
+    with the bits of draft().
 
     Args:
         weights: the assistant.
@@ -56,10 +57,10 @@ class CapturedDraft:
         root_positions: False for a chain that needs no draft_positions.
         private: kernels that cross the borders of ops and start before the one in front has ended, where they serve:
             on a GPU, of small assistants with a centroid head (E2B, E4B), all that lies between two attentions in one
-            CUDA launch ("segments": bf16, max_batch * topk up to 64), else Triton kernels ("fused"); on a CPU a whole
-            step in one call ("step"). False for the ops as draft() calls them ("ops"). `kernels` says what runs, and
-            `reason` why nothing faster does. Those of a GPU round sums in another order than the ops; a CPU's step has
-            their bits.
+            CUDA launch ("segments": bf16, max_batch * topk up to 64), else Triton kernels ("fused"); on a CPU whole
+            steps in one call ("step"). False for the ops as draft() calls them ("ops"). `kernels` says what runs, and
+            `reason` why nothing faster does. Those of a GPU round sums in another order than the ops; a CPU's steps
+            have their bits.
         suppress_ids: as for draft(); the tensor is captured: what is written into it holds from the next replay on.
 
     Raises:
@@ -229,14 +230,14 @@ class CapturedDraft:
         if self.kernels != STEP:
             return lambda: run()()
         b = self.buffers
-        step = _whole_step(cpu_step(self.weights, kv), b.positions[:size], self.topk)
+        whole = _whole_round(self.weights, kv, b.positions[:size], self.topk)
 
         def replay() -> DraftTree:
             if why_no_step(self.weights):
                 return run()()
             roots = b.root_positions[:size] if self._with_roots else None
             seeds = (b.seed_ids[:size], b.seed_state[:size])
-            return draft_with(step, *seeds, depth, self.topk, self.num_draft_tokens, roots)
+            return whole(*seeds, depth, self.num_draft_tokens, roots)
 
         return replay
 
@@ -260,8 +261,8 @@ def launch_round(
     What this returns gives the draft afterwards, with what is the same for every chain, which no replay makes again.
     """
     if kernels == STEP:
-        step = _whole_step(cpu_step(weights, kv), positions, topk)
-        tree = draft_with(step, seed_ids, seed_state, num_steps, topk, num_draft_tokens, root_positions)
+        whole = _whole_round(weights, kv, positions, topk)
+        tree = whole(seed_ids, seed_state, num_steps, num_draft_tokens, root_positions)
         return lambda: tree
     if kernels == OPS or seed_ids.size(0) == 0:
         tree = draft(
@@ -280,11 +281,33 @@ def launch_round(
     return lambda: chain_links(*chain[:4])
 
 
-def _whole_step(whole: CpuStep, positions: Tensor, topk: int) -> Step:
+# seed_ids, seed_state, num_steps, num_draft_tokens, root_positions
+Round = Callable[[Tensor, Tensor, int, "int | None", "Tensor | None"], DraftTree]
+
+
+def _whole_round(weights: AssistantWeights, kv: Mapping[str, KVView], positions: Tensor, topk: int) -> Round:
+    """draft() by the CPU library's whole steps, its arguments unchecked."""
+    if topk == 1:
+        steps = cpu_chain(weights, kv)
+
+        def chain(
+            seed_ids: Tensor, seed_state: Tensor, num_steps: int, size: int | None, roots: Tensor | None
+        ) -> DraftTree:
+            logprobs, ids, _ = steps(seed_ids, seed_state, positions, num_steps)
+            return chain_tree(seed_ids, ids.t(), logprobs.t(), size, roots)
+
+        return chain
+    whole = cpu_step(weights, kv)
+
     def step(ids: Tensor, state: Tensor, row_index: Tensor | None) -> StepOutput:
         return StepOutput(*whole(ids, state, positions, row_index, topk))
 
-    return step
+    def tree(
+        seed_ids: Tensor, seed_state: Tensor, num_steps: int, size: int | None, roots: Tensor | None
+    ) -> DraftTree:
+        return draft_with(step, seed_ids, seed_state, num_steps, topk, size, roots)
+
+    return tree
 
 
 def choose_kernels(

@@ -221,9 +221,19 @@ def _draft_chain(
         ids, state = found.token_ids[:, :, 0], found.state
         drafted.append(ids)
         logprobs.append(found.logprobs[:, :, 0])
-    cand_ids = torch.cat(drafted, dim=1)  # [batch, num_steps]
-    cand_scores = torch.cat(logprobs, dim=1).cumsum(dim=1)
-    size = num_steps + 1 if num_draft_tokens is None else num_draft_tokens
+    return chain_tree(seed_ids, torch.cat(drafted, dim=1), torch.cat(logprobs, dim=1), num_draft_tokens, root_positions)
+
+
+def chain_tree(
+    seed_ids: Tensor,
+    cand_ids: Tensor,  # [batch, num_steps]
+    logprobs: Tensor,  # the same
+    num_draft_tokens: int | None,
+    root_positions: Tensor | None,
+) -> DraftTree:
+    """The draft that the steps of a chain make."""
+    cand_scores = logprobs.cumsum(dim=1)
+    size = cand_ids.size(1) + 1 if num_draft_tokens is None else num_draft_tokens
     draft_ids = torch.cat([seed_ids.unsqueeze(1).long(), cand_ids[:, : size - 1]], dim=1)
     node = torch.arange(size, device=seed_ids.device)
     draft_positions = None if root_positions is None else root_positions.unsqueeze(1).long() + node

@@ -386,19 +386,19 @@ def test_a_wrong_whole_step_gets_no_time(level: str, monkeypatch: pytest.MonkeyP
     case = step_case(level, batch=2)
     right = ours(case)
     assert right.us is not None and right.implementation == "cpu, whole step"
-    made = captured.cpu_step
+    made = captured.cpu_chain
 
     def wrong(*args: Any) -> Any:
-        step = made(*args)
+        chain = made(*args)
 
         def changed(*inputs: Any) -> Any:
-            logprobs, ids, state = step(*inputs)
-            return logprobs, (ids + 1) % 64, state
+            logprobs, ids, states = chain(*inputs)
+            return logprobs, (ids + 1) % 64, states
 
         return changed
 
-    monkeypatch.setattr(run_steps, "cpu_step", wrong)
-    monkeypatch.setattr(captured, "cpu_step", wrong)
+    monkeypatch.setattr(run_steps, "cpu_chain", wrong)
+    monkeypatch.setattr(captured, "cpu_chain", wrong)
     result = ours(case)
     assert result.status == "wrong" and result.us is None
 

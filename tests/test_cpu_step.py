@@ -13,14 +13,14 @@ from test_captured import seeds, views
 from torch import Tensor
 
 from mtp_kernels import AssistantWeights, CapturedDraft, KVView, _cpu_step, _native, captured, draft
-from mtp_kernels._cpu_step import cpu_step, why_no_step
+from mtp_kernels._cpu_step import cpu_chain, cpu_step, why_no_step
 from mtp_kernels.draft import draft_step
 
 if why := _native.cpu_library():
     pytest.skip(why, allow_module_level=True)
 
 VOCAB = 4096  # of the large size's head, to be quick
-LAYERS, VIEWS, NUMBERS = 15, 18, 19  # arguments of mtp_cpu::draft_step
+LAYERS, VIEWS, NUMBERS, TOPK, STEPS = 15, 18, 19, 20, 21  # arguments of mtp_cpu::draft_step
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -59,6 +59,23 @@ def test_has_the_bits_of_the_ops(head: str, dtype: torch.dtype, num_threads: int
     two = torch.stack([ids, ids.flip(0)], 1)  # both rows of a request grow from its last row of state, or its first
     states = torch.stack([state, state.flip(0)], 1)
     check_same(weights, kv, two, states, positions, torch.tensor([[1, 0], [1, 1], [0, 0]]), 2)
+
+
+@pytest.mark.parametrize("head", ["tiny", "tiny-dense", "E2B"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_a_chain_has_the_bits_of_its_steps(head: str, dtype: torch.dtype, num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    weights = AssistantWeights.synthetic(head, dtype=dtype, vocab=VOCAB if head == "E2B" else None)
+    kv = views(weights, 3)
+    ids, state, positions = seeds(weights, 3, 0)
+    found = cpu_chain(weights, kv)(ids, state, positions, 4)
+    for logprobs, token_ids, next_state in zip(*found):
+        expected = draft_step(weights, kv, ids.unsqueeze(1), state.unsqueeze(1), positions)
+        assert_same_bits(logprobs, expected.logprobs[:, 0, 0])
+        assert_same_bits(token_ids, expected.token_ids[:, 0, 0])
+        assert_same_bits(next_state, expected.state[:, 0])
+        ids, state = expected.token_ids[:, 0, 0], expected.state[:, 0]
 
 
 @pytest.mark.parametrize("head", ["tiny", "E2B"])
@@ -109,6 +126,8 @@ def test_no_requests() -> None:
     ids, state, positions = seeds(weights, 0, 0)
     logprobs, token_ids, next_state = cpu_step(weights, kv)(ids.unsqueeze(1), state.unsqueeze(1), positions, None, 3)
     assert logprobs.shape == token_ids.shape == (0, 1, 3) and next_state.shape == (0, 1, weights.backbone)
+    logprobs, token_ids, states = cpu_chain(weights, kv)(ids, state, positions, 2)
+    assert logprobs.shape == token_ids.shape == (2, 0) and states.shape == (2, 0, weights.backbone)
 
 
 @pytest.mark.parametrize("topk", [1, 2])
@@ -116,16 +135,19 @@ def test_captured_draft_runs_it_unless_told_otherwise(topk: int, monkeypatch: py
     calls = []
 
     def counted(*args: Any) -> Any:
-        step = cpu_step(*args)
-        return lambda *inputs: calls.append(1) or step(*inputs)
+        run = make(*args)
+        return lambda *inputs: calls.append(1) or run(*inputs)
 
-    monkeypatch.setattr(captured, "cpu_step", counted)
+    name, make, each_round = ("cpu_chain", cpu_chain, 1) if topk == 1 else ("cpu_step", cpu_step, 3)
+    monkeypatch.setattr(captured, name, counted)
     weights = AssistantWeights.synthetic("tiny", dtype=torch.float32)
     kv = views(weights, 2)
     ids, state, positions = seeds(weights, 2, 0)
     runner = CapturedDraft(weights, kv, max_batch=2, num_steps=3, topk=topk)
     expected = draft(weights, kv, ids, state, positions, 3, topk, None, positions)
-    for context, number in ((forced("cpu"), 3), (forced("reference"), 0), (debug(), 0), (forced(None), 3)):
+    for context, number in (
+        (forced("cpu"), each_round), (forced("reference"), 0), (debug(), 0), (forced(None), each_round),
+    ):  # fmt: skip
         calls.clear()
         with context:
             tree = runner.draft(kv, ids, state, positions, positions)
@@ -158,4 +180,9 @@ def test_lists_of_other_lengths_are_refused() -> None:
         wrong = [*good]
         wrong[place] = good[place][:-1]
         with pytest.raises(RuntimeError, match=message):
+            op(*wrong)
+    for topk, num_steps in ((2, 2), (1, 0), (1, -1)):
+        wrong = [*good]
+        wrong[TOPK], wrong[STEPS] = topk, num_steps
+        with pytest.raises(RuntimeError, match="only a chain has several steps"):
             op(*wrong)

@@ -73,6 +73,27 @@ def test_a_wide_product(device: str, implementation: str, dtype: torch.dtype, le
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("implementation", implementations(OP))
 @pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("rows", [1, 9])
+def test_an_infinite_weight(device: str, implementation: str, dtype: torch.dtype, rows: int) -> None:
+    """Products with it are infinite, of their sign; only 0 * inf and inf - inf are NaN. Other columns do not change."""
+    x, norm, _, weight = arguments((rows,), 96, 40, dtype, device)
+    x[0] = 1.0  # with eps 0 its norm is the norm's weight: values of 16 bits, exactly
+    x[0, 5] = -1.0
+    x[-1, 7] = 0.0
+    weight[3, 5], weight[4, 95], weight[6, 7] = torch.inf, -torch.inf, torch.inf
+    weight[8, 0], weight[8, 1] = torch.inf, -torch.inf
+    with forced(implementation):
+        got = call(OP, x, norm, 0.0, weight)
+    exact = reference(*map(to64, (x, norm, 0.0, weight)))
+    assert exact[0, 3].isinf() and exact[0, 4].isinf() and exact[-1, 6].isnan() and exact.isfinite().any()
+    special = ~exact.isfinite()
+    torch.testing.assert_close(got.double()[special], exact[special], rtol=0, atol=0, equal_nan=True)
+    assert got.isfinite().equal(~special)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("implementation", implementations(OP))
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_contract(device: str, implementation: str, dtype: torch.dtype) -> None:
     with forced(implementation):
         check_everything(OP, *arguments(dtype=dtype, device=device))

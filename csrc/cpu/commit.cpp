@@ -72,7 +72,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> commit(Tensor accept_index, T
   p.finished = data<bool>(finished);
   p.seed_ids = data<int64_t>(seed_ids);
   p.seed_state = data<char>(seed_state);
-  for_requests(p.batch, p.width * (1 + p.num_stop_ids) + backbone, [&p](int64_t begin, int64_t end) {
+  // 64 requests of 2560 bf16, 2 cores: 13 us on one thread, 15 us on two.
+  constexpr int64_t kCopied = 64;  // values that are copied while one is compared
+  for_requests(p.batch, p.width * (1 + p.num_stop_ids) + backbone / kCopied, [&p](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
       commit_request(p, b);
     }

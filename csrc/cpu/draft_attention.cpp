@@ -9,12 +9,12 @@ constexpr int64_t kVector = 16;  // floats to a cache line
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// Visible keys and splits of each request; sets first_unit and returns the number of units.
+// Visible keys and splits of each request; sets first_part and returns the number of parts.
 int64_t plan(const Cache& cache, const AttentionParams& p, AttentionRequest* requests) {
   const IndexView<1> lengths = index_view<1>(cache.seq_lens);
   const int64_t entries = cache.block_table.size(cache.block_table.dim() - 1);
   const IndexView<1> bounds = cache.kv_indptr ? index_view<1>(*cache.kv_indptr) : IndexView<1>{};
-  int64_t units = 0;
+  int64_t parts = 0;
   for (int64_t b = 0; b < p.batch; ++b) {
     AttentionRequest& request = requests[b];
     const int64_t first = cache.kv_indptr ? std::clamp<int64_t>(bounds(b), 0, entries) : 0;
@@ -30,13 +30,25 @@ int64_t plan(const Cache& cache, const AttentionParams& p, AttentionRequest* req
       visible = std::min(visible - 1, cache.window_left) + 1;
     }
     request.begin = request.end - visible;
-    request.first_unit = units;
+    request.first_part = parts;
     const SplitPlan splits = split_plan(visible);
     request.split_keys = splits.keys_per_split;
     request.splits = splits.num_splits;
-    units += request.splits * p.num_kv_heads;
+    parts += request.splits * p.num_kv_heads;
   }
-  return units;
+  return parts;
+}
+
+// How many KV heads of a split one task takes, a divisor of their number: all of them, so that a thread reads whole
+// runs of memory, while there are tasks enough for the threads and the scores of a task stay in a cache. A head's bits
+// do not depend on it.
+int64_t heads_together(const AttentionParams& p, int64_t parts, int64_t members) {
+  constexpr int64_t kMostQueries = 64;
+  int64_t together = p.num_kv_heads;
+  while (together % 2 == 0 && (parts / together < 2 * members || together * p.queries > kMostQueries)) {
+    together /= 2;
+  }
+  return together;
 }
 
 // The index tensor [batch] or [batch, columns]: a missing dimension has stride 0.
@@ -105,24 +117,24 @@ DraftAttention::DraftAttention(const Tensor& q, const Cache& cache, double sm_sc
     p_.num_pairs = turn.inv_freq->numel();
     p_.positions = index_rows(*turn.positions);
   }
-  units_ = plan(cache, p_, requests_.data());
+  parts_ = plan(cache, p_, requests_.data());
+  together_ = heads_together(p_, parts_, members_);
   int64_t split_keys = 0;
   for (const AttentionRequest& request : requests_) {
     keys_ += request.end - request.begin;
     split_keys = std::max(split_keys, request.split_keys);
   }
   p_.score_stride = round_up(split_keys + kAttentionBlock, kVector);
-  const int64_t attend_size = p_.queries * p_.score_stride + kAttentionBlock * p_.width;
+  const int64_t attend_size = together_ * p_.queries * p_.score_stride + kAttentionBlock * p_.width;
   scratch_size_ = round_up(std::max(attend_size, 4 * p_.width), kVector);
 }
 
 void DraftAttention::place(Carver& carver) {
   p_.requests = requests_.data();
   p_.queries_ready = carver.take<float>(p_.batch * p_.num_kv_heads * p_.queries * p_.width);
-  p_.partial = carver.take<float>(units_ * p_.queries * p_.width);
-  p_.partial_max = carver.take<float>(units_ * p_.queries);
-  p_.partial_sum = carver.take<float>(units_ * p_.queries);
-  done_ = carver.take<std::atomic<int64_t>>(p_.batch * p_.num_kv_heads);
+  p_.partial = carver.take<float>(parts_ * p_.queries * p_.width);
+  p_.partial_max = carver.take<float>(parts_ * p_.queries);
+  p_.partial_sum = carver.take<float>(parts_ * p_.queries);
   scratch_ = carver.take<float>(members_ * scratch_size_);
 }
 
@@ -131,26 +143,22 @@ int64_t DraftAttention::products() const { return 2 * keys_ * p_.num_kv_heads * 
 void DraftAttention::run(Member& member) const {
   const int64_t heads = p_.num_kv_heads;
   float* mine = scratch_ + member.index() * scratch_size_;
-  member.each(p_.batch * p_.rows, [&](int64_t task) {
-    if (task % p_.rows == 0) {
-      for (int64_t head = 0; head < heads; ++head) {
-        new (&done_[task / p_.rows * heads + head]) std::atomic<int64_t>(0);
-      }
-    }
-    attention_ends().prepare[q_type_](p_, task / p_.rows, task % p_.rows, mine);
-  });
-  // Who finishes the last split of a request and KV head merges them all, in order.
-  member.each(units_, [&](int64_t unit) {
+  member.each(p_.batch * p_.rows,
+              [&](int64_t task) { attention_ends().prepare[q_type_](p_, task / p_.rows, task % p_.rows, mine); });
+  member.each(parts_ / together_, [&](int64_t task) {
+    const int64_t part = task * together_;
     const AttentionRequest* request = requests_.data();
-    while (unit >= request->first_unit + request->splits * heads) {
+    while (part >= request->first_part + request->splits * heads) {
       ++request;
     }
-    const int64_t b = request - requests_.data();
-    const int64_t split = (unit - request->first_unit) / heads;
-    const int64_t head = (unit - request->first_unit) % heads;
-    attention_kernels().attend[kv_type_](p_, b, head, split, mine);
-    if (done_[b * heads + head].fetch_add(1, std::memory_order_acq_rel) == request->splits - 1) {
-      attention_ends().merge[q_type_](p_, b, head, mine);
+    const int64_t own = part - request->first_part;
+    attention_kernels().attend[kv_type_](p_, request - requests_.data(), own % heads, together_, own / heads, mine);
+  });
+  const int64_t queries = heads * p_.queries;  // of a request
+  member.each(p_.batch * queries, [&](int64_t task) {
+    const int64_t b = task / queries;
+    if (requests_[b].splits > 0) {
+      attention_ends().merge[q_type_](p_, b, task % queries / p_.queries, task % p_.queries, mine);
     }
   });
 }

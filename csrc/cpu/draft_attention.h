@@ -1,8 +1,6 @@
 // draft_attention as a program of a team.
 #pragma once
 
-#include <atomic>
-
 #include "isa.h"
 #include "mtp/attention.h"
 #include "rows.h"
@@ -47,10 +45,10 @@ class DraftAttention {
  private:
   AttentionParams p_{};
   int q_type_, kv_type_;
-  int64_t members_, units_, keys_ = 0;
+  int64_t members_, parts_, keys_ = 0;
+  int64_t together_;  // KV heads that one task takes
   std::vector<AttentionRequest> requests_;
-  std::atomic<int64_t>* done_ = nullptr;  // [batch, num_kv_heads], splits that are finished
-  float* scratch_ = nullptr;              // [members, scratch_size_]
+  float* scratch_ = nullptr;  // [members, scratch_size_]
   int64_t scratch_size_;
 };
 

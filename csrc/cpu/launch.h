@@ -75,11 +75,12 @@ T* data(const Tensor& tensor) {
   return static_cast<T*>(tensor.mutable_data_ptr());
 }
 
-// Calls body(begin, end) over parts of the batch on torch's threads; `work` is about how many elements a request
-// touches, so that small batches stay on the calling thread.
+// Calls body(begin, end) over parts of the batch on torch's threads; `work` is about how many values a request compares
+// or adds, so that small batches stay on the calling thread.
 template <class Body>
 void for_requests(int64_t batch, int64_t work, const Body& body) {
-  constexpr int64_t kWorkPerThread = 16384;  // UNTUNED: about what starting a thread costs
+  // tree_expand, 2 cores: 8192 candidates take 71 us on one thread and 49 us on two, 2048 take 22 us on one.
+  constexpr int64_t kWorkPerThread = 4096;
   torch::stable::parallel_for(0, batch, std::max<int64_t>(1, kWorkPerThread / std::max<int64_t>(1, work)), body);
 }
 

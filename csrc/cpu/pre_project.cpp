@@ -1,68 +1,71 @@
 #include "linear.h"
 
 namespace mtp::cpu {
-namespace {
 
-// The rows of the table that the ids name, null for an id that this shard of the vocabulary does not hold.
-std::vector<const void*> embed_rows(const Tensor& token_ids, const Tensor& embed_weight, int64_t vocab_start) {
-  const IndexView<2> ids = index_view<2>(token_ids);
-  const int64_t batch = token_ids.size(0);
-  const int64_t rows = token_ids.size(1);
-  const int64_t vocab = embed_weight.size(0);
-  const int64_t stride = embed_weight.stride(0) * static_cast<int64_t>(embed_weight.element_size());
-  const char* table = static_cast<const char*>(embed_weight.const_data_ptr());
-  std::vector<const void*> pointers(batch * rows);
-  for (int64_t b = 0; b < batch; ++b) {
-    for (int64_t row = 0; row < rows; ++row) {
-      const int64_t id = ids(b, row);
-      // The difference is taken only where id >= vocab_start >= 0, so it cannot overflow.
-      const bool present = id >= vocab_start && id - vocab_start < vocab;
-      pointers[b * rows + row] = present ? table + (id - vocab_start) * stride : nullptr;
-    }
+Origin Origin::of(const Tensor& token_ids, const std::optional<Tensor>& state, const std::optional<Tensor>& row_index) {
+  Origin origin;
+  origin.token_ids = index_view<2>(token_ids);
+  origin.batch = token_ids.size(0);
+  origin.rows = token_ids.size(1);
+  if (state) {
+    origin.state = state->const_data_ptr();
+    origin.state_stride[0] = state->stride(0);
+    origin.state_stride[1] = state->stride(1);
+    origin.prev_rows = state->size(1);
   }
-  return pointers;
+  if (row_index) {
+    origin.row_index = index_view<2>(*row_index);
+  }
+  return origin;
 }
 
-// The row of state that each row grows from.
-std::vector<const void*> state_rows(const Tensor& state, int64_t rows, const std::optional<Tensor>& row_index) {
-  const IndexView<2> index = row_index ? index_view<2>(*row_index) : IndexView<2>();
-  const int64_t batch = state.size(0);
-  const int64_t last = state.size(1) - 1;
-  const int64_t size = static_cast<int64_t>(state.element_size());
-  const char* data = static_cast<const char*>(state.const_data_ptr());
-  std::vector<const void*> pointers(batch * rows);
-  for (int64_t b = 0; b < batch; ++b) {
-    for (int64_t row = 0; row < rows; ++row) {
-      const int64_t from = row_index ? std::clamp<int64_t>(index(b, row), 0, last) : row;
-      pointers[b * rows + row] = data + (b * state.stride(0) + from * state.stride(1)) * size;
-    }
-  }
-  return pointers;
-}
-
-}  // namespace
-
-PreProject::PreProject(const Tensor& token_ids, const Tensor& embed_weight, double embed_scale,
-                       const std::optional<Tensor>& state, const Tensor& weight, const std::optional<Tensor>& row_index,
-                       int64_t vocab_start, void* y)
-    : embed(embed_rows(token_ids, embed_weight, vocab_start)) {
+PreProject::PreProject(const Origin& from, const Tensor& embed_weight, double embed_scale, const Tensor& weight,
+                       int64_t first_id, void* y)
+    : origin(from),
+      table(static_cast<const char*>(embed_weight.const_data_ptr())),
+      vocab(embed_weight.size(0)),
+      vocab_start(first_id),
+      element(element_size(float_type(embed_weight))) {
   const int type = float_type(embed_weight);
+  table_stride = embed_weight.stride(0) * element;
   pack = linear_rows_kernels().embed[type];
   multiply = linear_kernels().linear[type];
-  if (state) {
-    states = state_rows(*state, token_ids.size(1), row_index);
-  }
   packing.embed_scale = static_cast<float>(embed_scale);
   packing.columns = embed_weight.size(1);
-  linear.exact = true;
-  set_weight(weight, token_ids.size(0) * token_ids.size(1), packing.columns, state ? 2 : 1, weight.size(0), y);
+  set_weight(weight, origin.batch * origin.rows, packing.columns, origin.state ? 2 : 1, weight.size(0), y);
   packing.segment_stride = linear.segment_stride;
 }
 
 void PreProject::place(Carver& carver) {
-  packing.embed = embed.data();
-  packing.state = linear.segments == 2 ? states.data() : nullptr;
+  embed = carver.take<const void*>(linear.rows);
+  states = origin.state ? carver.take<const void*>(linear.rows) : nullptr;
+  packing.embed = embed;
+  packing.state = states;
   Project::place(carver);
+}
+
+void PreProject::run(Member& member) const {
+  member.each(1, [this](int64_t) { find_rows(); });
+  Project::run(member);
+}
+
+// The row of the table that each id names, null for an id that this shard of the vocabulary does not hold; and the row
+// of state that each row grows from.
+void PreProject::find_rows() const {
+  const Origin& o = origin;
+  for (int64_t b = 0; b < o.batch; ++b) {
+    for (int64_t row = 0; row < o.rows; ++row) {
+      const int64_t id = o.token_ids(b, row);
+      // The difference is taken only where id >= vocab_start >= 0, so it cannot overflow.
+      const bool present = id >= vocab_start && id - vocab_start < vocab;
+      embed[b * o.rows + row] = present ? table + (id - vocab_start) * table_stride : nullptr;
+      if (o.state) {
+        const int64_t from = o.row_index ? std::clamp<int64_t>((*o.row_index)(b, row), 0, o.prev_rows - 1) : row;
+        states[b * o.rows + row] =
+            static_cast<const char*>(o.state) + (b * o.state_stride[0] + from * o.state_stride[1]) * element;
+      }
+    }
+  }
 }
 
 namespace {
@@ -70,7 +73,8 @@ namespace {
 Tensor pre_project(Tensor token_ids, Tensor embed_weight, double embed_scale, std::optional<Tensor> state,
                    Tensor weight, std::optional<Tensor> row_index, int64_t vocab_start) {
   Tensor y = empty_of_dtype({token_ids.size(0), token_ids.size(1), weight.size(0)}, embed_weight);
-  PreProject program(token_ids, embed_weight, embed_scale, state, weight, row_index, vocab_start, y.mutable_data_ptr());
+  PreProject program(Origin::of(token_ids, state, row_index), embed_weight, embed_scale, weight, vocab_start,
+                     y.mutable_data_ptr());
   run_alone(program);
   return y;
 }

@@ -12,12 +12,24 @@ namespace mtp::cpu {
 class Member;
 
 // What the members share. No member waits for a thread that has not started: whoever is there takes all the tasks.
+//
+// The tasks of a phase are dealt out in runs, one a member, so that what a thread reads lies together; who has finished
+// a run goes on with the others'.
 class Team {
   friend class Member;
 
+ public:
+  explicit Team(int64_t threads) : runs_(std::clamp<int64_t>(threads, 1, kMostRuns)) {}
+
+ private:
+  static constexpr int64_t kMostRuns = 16;
   static constexpr int kPhaseShift = 32;
-  alignas(64) std::atomic<uint64_t> next_{0};  // the phase, and its first task that nobody has taken
-  alignas(64) std::atomic<int64_t> done_{0};   // tasks of the phase that are finished
+  struct alignas(64) Run {
+    std::atomic<uint64_t> next{0};  // the phase, and the first task of the run that nobody has taken, from 0
+  };
+  Run run_[kMostRuns];  // a phase is over when the first one says so
+  const int64_t runs_;
+  alignas(64) std::atomic<int64_t> done_{0};  // tasks of the phase that are finished
   std::atomic<int64_t> members_{0};
 };
 
@@ -44,26 +56,47 @@ class Member {
       return;
     }
     const uint64_t phase = phase_++;
-    uint64_t seen = team_->next_.load(std::memory_order_acquire);
-    while (seen >> Team::kPhaseShift == phase && static_cast<int64_t>(seen & 0xffffffffu) < tasks) {
-      if (!team_->next_.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel, std::memory_order_acquire)) {
-        continue;
+    const int64_t runs = team_->runs_;
+    for (int64_t i = 0; i < runs; ++i) {
+      const int64_t run = (index_ + i) % runs;
+      const int64_t begin = tasks * run / runs;
+      const int64_t size = tasks * (run + 1) / runs - begin;
+      for (int64_t task = take(phase, run, size); task >= 0; task = take(phase, run, size)) {
+        body(begin + task);
+        if (team_->done_.fetch_add(1, std::memory_order_acq_rel) + 1 == tasks) {
+          end(phase);
+          return;
+        }
       }
-      body(static_cast<int64_t>(seen & 0xffffffffu));
-      if (team_->done_.fetch_add(1, std::memory_order_acq_rel) + 1 == tasks) {
-        team_->done_.store(0, std::memory_order_relaxed);
-        team_->next_.store((phase + 1) << Team::kPhaseShift, std::memory_order_release);
-        return;
-      }
-      seen = team_->next_.load(std::memory_order_acquire);
     }
     wait(phase);
   }
 
  private:
+  // The next task of a run of `size` tasks, or -1.
+  int64_t take(uint64_t phase, int64_t run, int64_t size) const {
+    std::atomic<uint64_t>& next = team_->run_[run].next;
+    uint64_t seen = next.load(std::memory_order_acquire);
+    while (seen >> Team::kPhaseShift == phase && static_cast<int64_t>(seen & 0xffffffffu) < size) {
+      if (next.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel, std::memory_order_acquire)) {
+        return static_cast<int64_t>(seen & 0xffffffffu);
+      }
+    }
+    return -1;
+  }
+
+  // Opens the next phase; the first run last, since that is where the others look.
+  void end(uint64_t phase) const {
+    team_->done_.store(0, std::memory_order_relaxed);
+    for (int64_t run = team_->runs_; run-- > 0;) {
+      team_->run_[run].next.store((phase + 1) << Team::kPhaseShift, std::memory_order_release);
+    }
+  }
+
   void wait(uint64_t phase) const {
     constexpr int kSpins = 4096;  // some tens of microseconds; longer, and the other thread may need this core
-    for (int spins = 0; team_->next_.load(std::memory_order_acquire) >> Team::kPhaseShift == phase; ++spins) {
+    const std::atomic<uint64_t>& next = team_->run_[0].next;
+    for (int spins = 0; next.load(std::memory_order_acquire) >> Team::kPhaseShift == phase; ++spins) {
       if (spins >= kSpins) {
         std::this_thread::yield();
         continue;
@@ -89,7 +122,7 @@ void run_team(int64_t threads, const Program& program) {
     program(alone);
     return;
   }
-  Team team;
+  Team team(threads);
   torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
     Member member(team);
     program(member);

@@ -87,81 +87,96 @@ void softmax(float* scores, int64_t count, float logits_soft_cap, float* greates
   *total = sum(sums);
 }
 
-template <class T, bool kStaged>
-void attend_split(const AttentionParams& p, int64_t b, int64_t head, int64_t split, float* scratch) {
-  const AttentionRequest& request = p.requests[b];
-  const int64_t begin = request.begin + split * request.split_keys;
-  const int64_t end = begin + request.split_keys < request.end ? begin + request.split_keys : request.end;
-  const int64_t unit = request.first_unit + split * p.num_kv_heads + head;
-  const int64_t width = p.width, stride = p.score_stride;
-  const float* queries = p.queries_ready + (b * p.num_kv_heads + head) * p.queries * width;
-  float* sums = p.partial + unit * p.queries * width;
-  float* staging = scratch + p.queries * stride;
-  const auto fetch = [&](const void* cache, const int64_t* cache_stride, int64_t key) {
-    const Block<T> found = find_block<T>(p, request, b, head, key, end, cache, cache_stride);
-    if constexpr (kStaged) {
-      return stage(found, p.head_dim, width, staging);
-    } else {
-      return found;
-    }
-  };
-  auto next = fetch(p.k, p.k_stride, begin);
-  using Kept = typename decltype(next)::Element;
-  for (int64_t key = begin; key < end; key += kAttentionBlock) {
-    const auto keys = next;
-    const auto advance = [&] {
-      const int64_t after = key + kAttentionBlock;
-      next = after < end ? fetch(p.k, p.k_stride, after) : fetch(p.v, p.v_stride, begin);
-    };
-    if (!kStaged) {
-      advance();  // to ask memory for the next block while this one is worked on
-    }
-    for_tiles(p.queries, [&](int64_t i, auto count) {
-      constexpr int kQueries = decltype(count)::value;
-      float* scores = scratch + i * stride + (key - begin);
-      if (i == 0 && !kStaged) {
-        score_block<Kept, kQueries, true>(keys, next, queries, width, scores, stride);
-      } else {
-        score_block<Kept, kQueries, false>(keys, next, queries + i * width, width, scores, stride);
+// Asks memory for a block of all heads, of a task that nothing has been asked for yet.
+template <class T>
+void ask(const Block<T>& block, int64_t heads, int64_t head_stride, int64_t width) {
+  for (int64_t i = 0; i < block.count; ++i) {
+    for (int64_t head = 0; head < heads; ++head) {
+      for (int64_t d = 0; d < width; d += kStep) {
+        prefetch_step(block.row[i] + head * head_stride + d);
       }
-    });
-    if (kStaged) {
-      advance();
-    }
-  }
-  for (int64_t i = 0; i < p.queries; ++i) {
-    softmax(scratch + i * stride, end - begin, p.logits_soft_cap, &p.partial_max[unit * p.queries + i],
-            &p.partial_sum[unit * p.queries + i]);
-  }
-  for (int64_t key = begin; key < end; key += kAttentionBlock) {
-    const auto values = next;
-    const int64_t after = key + kAttentionBlock;
-    if (!kStaged && after < end) {
-      next = fetch(p.v, p.v_stride, after);
-    }
-    for_tiles(p.queries, [&](int64_t i, auto count) {
-      constexpr int kQueries = decltype(count)::value;
-      const float* weights = scratch + i * stride + (key - begin);
-      if (i == 0 && !kStaged) {
-        add_block<Kept, kQueries, true>(values, next, weights, stride, key == begin, sums, width);
-      } else {
-        add_block<Kept, kQueries, false>(values, next, weights, stride, key == begin, sums + i * width, width);
-      }
-    });
-    if (kStaged && after < end) {
-      next = fetch(p.v, p.v_stride, after);
     }
   }
 }
 
+template <class T, bool kStaged>
+void attend_split(const AttentionParams& p, int64_t b, int64_t head, int64_t heads, int64_t split, float* scratch) {
+  const AttentionRequest& request = p.requests[b];
+  const int64_t begin = request.begin + split * request.split_keys;
+  const int64_t end = begin + request.split_keys < request.end ? begin + request.split_keys : request.end;
+  const int64_t part = request.first_part + split * p.num_kv_heads + head;
+  const int64_t width = p.width, stride = p.score_stride;
+  const float* queries = p.queries_ready + (b * p.num_kv_heads + head) * p.queries * width;
+  float* staging = scratch + heads * p.queries * stride;
+  const auto find = [&](const void* cache, const int64_t* cache_stride, int64_t key) {
+    return find_block<T>(p, request, b, head, key, end, cache, cache_stride);
+  };
+  // Calls body(rows, next rows, head) for the heads of a block; in the caches' type, or staged in fp32.
+  const auto for_heads = [&](const Block<T>& block, const Block<T>& next, int64_t head_stride, const auto& body) {
+    for (int64_t h = 0; h < heads; ++h) {
+      const Block<T> own = block.behind(h * head_stride);
+      if constexpr (kStaged) {
+        const Block<float> staged = stage(own, p.head_dim, width, staging);
+        body(staged, staged, h);
+      } else {
+        body(own, next.behind(h * head_stride), h);
+      }
+    }
+  };
+  Block<T> next = find(p.k, p.k_stride, begin);
+  if (!kStaged) {
+    ask(next, heads, p.k_stride[2], width);
+  }
+  for (int64_t key = begin; key < end; key += kAttentionBlock) {
+    const Block<T> keys = next;
+    const int64_t after = key + kAttentionBlock;
+    next = after < end ? find(p.k, p.k_stride, after) : find(p.v, p.v_stride, begin);
+    for_heads(keys, next, p.k_stride[2], [&](const auto& rows, const auto& next_rows, int64_t h) {
+      for_tiles(p.queries, [&](int64_t i, auto count) {
+        constexpr int kQueries = decltype(count)::value;
+        float* scores = scratch + (h * p.queries + i) * stride + (key - begin);
+        const float* tile = queries + (h * p.queries + i) * width;
+        if (i == 0 && !kStaged) {
+          score_block<kQueries, true>(rows, next_rows, tile, width, scores, stride);
+        } else {
+          score_block<kQueries, false>(rows, next_rows, tile, width, scores, stride);
+        }
+      });
+    });
+  }
+  for (int64_t i = 0; i < heads * p.queries; ++i) {
+    softmax(scratch + i * stride, end - begin, p.logits_soft_cap, &p.partial_max[part * p.queries + i],
+            &p.partial_sum[part * p.queries + i]);
+  }
+  for (int64_t key = begin; key < end; key += kAttentionBlock) {
+    const Block<T> values = next;
+    const int64_t after = key + kAttentionBlock;
+    if (after < end) {
+      next = find(p.v, p.v_stride, after);
+    }
+    for_heads(values, next, p.v_stride[2], [&](const auto& rows, const auto& next_rows, int64_t h) {
+      for_tiles(p.queries, [&](int64_t i, auto count) {
+        constexpr int kQueries = decltype(count)::value;
+        const float* weights = scratch + (h * p.queries + i) * stride + (key - begin);
+        float* sums = p.partial + ((part + h) * p.queries + i) * width;
+        if (i == 0 && !kStaged) {
+          add_block<kQueries, true>(rows, next_rows, weights, stride, key == begin, sums, width);
+        } else {
+          add_block<kQueries, false>(rows, next_rows, weights, stride, key == begin, sums, width);
+        }
+      });
+    });
+  }
+}
+
 template <class T>
-void attend(const AttentionParams& p, int64_t b, int64_t head, int64_t split, float* scratch) {
+void attend(const AttentionParams& p, int64_t b, int64_t head, int64_t heads, int64_t split, float* scratch) {
   if constexpr (sizeof(T) >= 2) {
     if (p.width == p.head_dim) {
-      return attend_split<T, false>(p, b, head, split, scratch);
+      return attend_split<T, false>(p, b, head, heads, split, scratch);
     }
   }
-  attend_split<T, true>(p, b, head, split, scratch);
+  attend_split<T, true>(p, b, head, heads, split, scratch);
 }
 
 }  // namespace

@@ -1,12 +1,13 @@
 // What comes before and behind the splits of draft_attention: queries made ready, and splits merged into results.
 #include "mtp/attention.h"
+#include "mtp/packed.h"
 #include "mtp/vector_math.h"
 
 namespace mtp {
 namespace MTP_ISA {
 namespace {
 
-constexpr int64_t kStep = 2 * kLanes;
+constexpr int64_t kStep = kPair;
 
 template <class Weight, class T>
 void norm(const T* q, const Weight* weight, float eps, int64_t head_dim, float* x) {
@@ -70,6 +71,9 @@ void prepare(const AttentionParams& p, int64_t b, int64_t row, float* scratch) {
       norm(q, static_cast<const T*>(p.norm_weight), p.norm_eps, p.head_dim, x);
     }
     turn(x, p.head_dim / 2, p.num_pairs, sine, cosine);
+    for (int64_t d = p.head_dim; d < p.width; ++d) {
+      x[d] = 0.0f;
+    }
     const int64_t kv_head = head / p.group;
     const float scale = p.sm_scale * (p.k_scale ? p.k_scale[kv_head * p.k_scale_stride] : 1.0f);
     const int64_t query = row * p.group + head % p.group;
@@ -78,17 +82,17 @@ void prepare(const AttentionParams& p, int64_t b, int64_t row, float* scratch) {
     float* ready =
         p.queries_ready + ((b * p.num_kv_heads + kv_head) * p.queries + first) * p.width + (query - first) * kStep;
     for (int64_t d = 0; d < p.width; d += kStep) {
-      for (int64_t i = 0; i < kStep; ++i) {
-        const int64_t at = d + (p.paired ? i % kLanes * 2 + i / kLanes : i);
-        ready[d * tile + i] = at < p.head_dim ? x[at] * scale : 0.0f;
-      }
+      Pair pair = {load(x + d), load(x + d + kLanes)};
+      pair = p.paired ? evens_and_odds(pair) : pair;
+      pair = {pair.first * scale, pair.second * scale};
+      __builtin_memcpy(ready + d * tile, &pair, sizeof pair);
     }
   }
 }
 
 // The splits' weights exp(max - greatest max) / (sum of all) in place of their maxima. The splits are added in order.
 void weigh(const AttentionParams& p, const AttentionRequest& request, int64_t head, int64_t query, float v_scale) {
-  const int64_t first = (request.first_unit + head) * p.queries + query;
+  const int64_t first = (request.first_part + head) * p.queries + query;
   const int64_t stride = p.num_kv_heads * p.queries;
   float most = -__builtin_inff();
   for (int64_t split = 0; split < request.splits; ++split) {
@@ -108,32 +112,26 @@ void weigh(const AttentionParams& p, const AttentionRequest& request, int64_t he
 }
 
 template <class T>
-void merge(const AttentionParams& p, int64_t b, int64_t head, float* scratch) {
+void merge(const AttentionParams& p, int64_t b, int64_t head, int64_t query, float* scratch) {
   const AttentionRequest& request = p.requests[b];
-  const float v_scale = p.v_scale ? p.v_scale[head * p.v_scale_stride] : 1.0f;
   const int64_t stride = p.num_kv_heads * p.queries;  // from a split to the next
-  for (int64_t query = 0; query < p.queries; ++query) {
-    weigh(p, request, head, query, v_scale);
-    const int64_t first = (request.first_unit + head) * p.queries + query;
-    for (int64_t d = 0; d < p.width; d += kStep) {
-      Floats total[2] = {};
-      for (int64_t split = 0; split < request.splits; ++split) {
-        const float* partial = p.partial + (first + split * stride) * p.width + d;
-        const Floats weight = broadcast(p.partial_max[first + split * stride]);
-        total[0] += weight * load(partial);
-        total[1] += weight * load(partial + kLanes);
-      }
-      float values[kStep];
-      __builtin_memcpy(values, total, sizeof total);
-      for (int64_t i = 0; i < kStep; ++i) {
-        scratch[d + i] = p.paired ? values[i / 2 + i % 2 * kLanes] : values[i];
-      }
+  weigh(p, request, head, query, p.v_scale ? p.v_scale[head * p.v_scale_stride] : 1.0f);
+  const int64_t first = (request.first_part + head) * p.queries + query;
+  for (int64_t d = 0; d < p.width; d += kStep) {
+    Floats total[2] = {};
+    for (int64_t split = 0; split < request.splits; ++split) {
+      const float* partial = p.partial + (first + split * stride) * p.width + d;
+      const Floats weight = broadcast(p.partial_max[first + split * stride]);
+      total[0] += weight * load(partial);
+      total[1] += weight * load(partial + kLanes);
     }
-    const int64_t row = query / p.group, qo_head = head * p.group + query % p.group;
-    T* output = static_cast<T*>(p.output) + ((b * p.rows + row) * p.num_kv_heads * p.group + qo_head) * p.head_dim;
-    for (int64_t d = 0; d < p.head_dim; d += kLanes) {
-      store_some(output + d, load(scratch + d), p.head_dim - d < kLanes ? p.head_dim - d : kLanes);
-    }
+    const Pair pair = p.paired ? in_turn({total[0], total[1]}) : Pair{total[0], total[1]};
+    __builtin_memcpy(scratch + d, &pair, sizeof pair);
+  }
+  const int64_t row = query / p.group, qo_head = head * p.group + query % p.group;
+  T* output = static_cast<T*>(p.output) + ((b * p.rows + row) * p.num_kv_heads * p.group + qo_head) * p.head_dim;
+  for (int64_t d = 0; d < p.head_dim; d += kLanes) {
+    store_some(output + d, load(scratch + d), p.head_dim - d < kLanes ? p.head_dim - d : kLanes);
   }
 }
 

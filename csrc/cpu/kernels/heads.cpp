@@ -15,7 +15,9 @@ constexpr int64_t kRowBlock = 4;
 // Rows of the weight at a time: as many accumulators as half of the vector registers.
 constexpr int64_t kWeightBlock = kLanes == 16 ? 4 : 2;
 constexpr int64_t kLine = 64;  // bytes
-constexpr int64_t kTile = 16;  // rows of the weight that stay in the cache while all rows of x pass
+// Rows of the weight that stay in the cache while all rows of x pass. 32768 gathered rows of 512 bytes, 2 cores: 690 us
+// with 16, 650 with 32.
+constexpr int64_t kTile = 32;
 
 // Elements come in the order in which the parts of a weight with `parts` elements a word meet them.
 template <class T>
@@ -73,7 +75,7 @@ template <class T, int kColumns, int kRows>
 inline void dot_block(const float* x, int64_t x_stride, const T* const* weight, const T* const* next, int64_t hidden,
                       float* out, int64_t out_stride) {
   constexpr int kElements = kGroup<T>;
-  Floats sums[kColumns][kRows] = {};
+  Floats totals[kColumns][kRows] = {};
   Words words[kColumns];
   int64_t i = 0;
   for (; i + kElements <= hidden; i += kElements) {
@@ -85,17 +87,34 @@ inline void dot_block(const float* x, int64_t x_stride, const T* const* weight, 
         __builtin_prefetch(next[c] + i, 0, 2);
       }
     }
-    add_parts<T, 0>(sums, words, x + i, x_stride);
+    add_parts<T, 0>(totals, words, x + i, x_stride);
   }
   if (i < hidden) {
     for (int c = 0; c < kColumns; ++c) {
       words[c] = load_words_some(weight[c] + i, hidden - i);
     }
-    add_parts<T, 0>(sums, words, x + i, x_stride);
+    add_parts<T, 0>(totals, words, x + i, x_stride);
   }
-  for (int c = 0; c < kColumns; ++c) {
+#if MTP_LANES == 16
+  if constexpr (kColumns == 4 && kRows == 4) {
+    float all[kColumns * kRows];
+    sums<kColumns * kRows>(totals[0], all);
     for (int r = 0; r < kRows; ++r) {
-      out[r * out_stride + c] = sum(sums[c][r]);
+      for (int c = 0; c < kColumns; ++c) {
+        out[r * out_stride + c] = all[c * kRows + r];
+      }
+    }
+    return;
+  }
+#endif
+  for (int r = 0; r < kRows; ++r) {
+    if constexpr (kColumns == 4) {
+      const Quad four = sums(totals[0][r], totals[1][r], totals[2][r], totals[3][r]);
+      __builtin_memcpy(out + r * out_stride, &four, sizeof four);
+    } else {
+      for (int c = 0; c < kColumns; ++c) {
+        out[r * out_stride + c] = sum(totals[c][r]);
+      }
     }
   }
 }
@@ -237,14 +256,21 @@ void best_of(const float* values, const int64_t* ids, int64_t count, int64_t k, 
     best[i] = -__builtin_inff();
     best_ids[i] = kNoId;
   }
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const int64_t some = count - i < kLanes ? count - i : kLanes;
-    const Floats loaded = load_value(values + i, some);
-    if (max_of_lanes(loaded) < best[k - 1]) {
+  constexpr int64_t kGroup = 4 * kLanes;  // that are compared together with the worst of the best
+  for (int64_t group = 0; group < count; group += kGroup) {
+    const int64_t end = count - group < kGroup ? count : group + kGroup;
+    Floats greatest = -infinity();
+    for (int64_t i = group; i < end; i += kLanes) {
+      greatest = maximum(greatest, load_value(values + i, end - i));
+    }
+    if (max_of_lanes(greatest) < best[k - 1]) {
       continue;
     }
-    for (int64_t j = 0; j < some; ++j) {
-      insert(best, best_ids, k, loaded[j], ids ? ids[i + j] : i + j);
+    for (int64_t i = group; i < end; ++i) {
+      const float value = values[i] == values[i] ? values[i] : -__builtin_inff();
+      if (value >= best[k - 1]) {
+        insert(best, best_ids, k, value, ids ? ids[i] : i);
+      }
     }
   }
 }

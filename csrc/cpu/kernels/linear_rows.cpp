@@ -23,24 +23,10 @@ float inverse_rms(const T* x, int64_t columns, float eps) {
   return 1.0f / __builtin_sqrtf(sum(first + second) / static_cast<float>(columns) + eps);
 }
 
-// A pair of T's order with zeros behind the first `count` elements, whatever it holds there: an infinite factor makes
-// NaN of the zeros that were loaded.
-template <class T>
-inline void store_packed(float* at, Pair pair, int64_t count) {
-  if constexpr (kHasPairDot && __is_same(T, BFloat16)) {
-    store_split(at, pair, count);
-    return;
-  }
-  __builtin_memcpy(at, &pair, sizeof pair);
-  for (int64_t i = count; i < kPair; ++i) {
-    at[sizeof(T) == 2 ? i % 2 * kLanes + i / 2 : i] = 0.0f;
-  }
-}
-
 template <class T>
 void pack_row(const T* x, int64_t columns, float* packed) {
-  for (int64_t k = 0; k < columns; k += kPair) {
-    store_packed<T>(packed + k, load_pair(x + k, columns - k), columns - k);
+  for (int64_t k = 0; k < columns; k += kPair, packed += kPackedPair<T>) {
+    store_packed<T>(packed, load_pair(x + k, columns - k), columns - k);
   }
 }
 
@@ -48,7 +34,7 @@ template <class T, class W>
 void norm_row(const NormRowsParams& p, const T* x, float* packed, T* normed) {
   const W* weight = elements<W>(p.norm_weight);
   const float factor = inverse_rms(x, p.columns, p.eps);
-  for (int64_t k = 0; k < p.columns; k += kPair) {
+  for (int64_t k = 0; k < p.columns; k += kPair, packed += kPackedPair<T>) {
     const int64_t left = p.columns - k;
     const Pair values = load_pair(x + k, left);
     const Pair scale = load_pair_like<T>(weight + k, left);
@@ -57,7 +43,7 @@ void norm_row(const NormRowsParams& p, const T* x, float* packed, T* normed) {
       result = round_pair<T>(result);
       store_pair(normed + k, result, left);
     }
-    store_packed<T>(packed + k, result, left);
+    store_packed<T>(packed, result, left);
   }
 }
 
@@ -89,7 +75,7 @@ void embed_rows(const EmbedRowsParams& p, int64_t begin, int64_t end) {
         pair = load_pair(embed + k, left);
         pair = round_pair<T>({pair.first * p.embed_scale, pair.second * p.embed_scale});
       }
-      store_packed<T>(packed + k, pair, left);
+      store_packed<T>(packed + k / kPair * kPackedPair<T>, pair, left);
     }
     if (p.state) {
       pack_row(elements<T>(p.state[row]), p.columns, packed + p.segment_stride);

@@ -12,7 +12,7 @@ struct AttentionRequest {
   int64_t end;          // behind the last
   int64_t split_keys;
   int64_t splits;
-  int64_t first_unit;  // its units are first_unit + split * num_kv_heads + KV head
+  int64_t first_part;  // its parts are first_part + split * num_kv_heads + KV head
 };
 
 // Query i of a KV head is row i / group, head i % group of that KV head. `width` is head_dim rounded up to whole steps
@@ -54,9 +54,9 @@ struct AttentionParams {
   const AttentionRequest* requests;  // [batch]
   float* queries_ready;              // [batch, num_kv_heads, queries, width]: normed, turned, scaled; steps
                                      // interleaved within a tile of kAttentionTile queries
-  float* partial;                    // [units, queries, width]: weighted sums of values
-  float* partial_max;                // [units, queries]: greatest score of the split, later the split's weight
-  float* partial_sum;                // [units, queries]: sum of exp(score - max)
+  float* partial;                    // [parts, queries, width]: weighted sums of values
+  float* partial_max;                // [parts, queries]: greatest score of the split, later the split's weight
+  float* partial_sum;                // [parts, queries]: sum of exp(score - max)
   void* output;                      // [batch, rows, num_kv_heads * group, head_dim], contiguous, q's type
 };
 
@@ -68,13 +68,15 @@ struct AttentionEnds {
   int64_t step;  // `width` is a multiple of it
   // All heads of a row. `scratch`: 4 * width floats.
   void (*prepare[3])(const AttentionParams& p, int64_t b, int64_t row, float* scratch);
-  // The splits of a request and KV head become its part of the output. `scratch`: width floats.
-  void (*merge[3])(const AttentionParams& p, int64_t b, int64_t head, float* scratch);
+  // The splits of a query of a request and KV head become its part of the output. `scratch`: width floats.
+  void (*merge[3])(const AttentionParams& p, int64_t b, int64_t head, int64_t query, float* scratch);
 };
 
 struct AttentionKernels {
-  // Of the caches' type (FloatType). `scratch`: queries * score_stride + kAttentionBlock * width floats.
-  void (*attend[4])(const AttentionParams& p, int64_t b, int64_t head, int64_t split, float* scratch);
+  // KV heads [head, head + heads) of a split, in the caches' type (FloatType). Their rows of a key lie side by side in
+  // most caches, and so are read by one thread. `scratch`: heads * queries * score_stride + kAttentionBlock * width
+  // floats.
+  void (*attend[4])(const AttentionParams& p, int64_t b, int64_t head, int64_t heads, int64_t split, float* scratch);
 };
 
 }  // namespace mtp

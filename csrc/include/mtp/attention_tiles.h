@@ -29,9 +29,17 @@ inline void prefetch_step(const T* at) {
 // A block of rows of a cache, one KV head: `count` rows, and the last again behind them.
 template <class T>
 struct Block {
-  using Element = T;
   const T* row[kAttentionBlock];
   int64_t count;
+
+  // The rows that lie `offset` elements behind these.
+  Block behind(int64_t offset) const {
+    Block moved = *this;
+    for (const T*& at : moved.row) {
+      at += offset;
+    }
+    return moved;
+  }
 };
 
 // scores[i][j] = queries[i] . keys[j], for a whole tile of queries: a step of one, the same step of the next, and so
@@ -58,6 +66,16 @@ inline void score_tile(const T* const* keys, const T* const* next, const float* 
       }
     }
   }
+#if MTP_LANES == 16
+  if constexpr (kQueries == 4 || kQueries == 2) {
+    float tile[kQueries * kTileKeys];
+    sums<kQueries * kTileKeys>(totals[0], tile);
+    for (int i = 0; i < kQueries; ++i) {
+      __builtin_memcpy(scores + i * score_stride, tile + i * kTileKeys, kTileKeys * sizeof(float));
+    }
+    return;
+  }
+#endif
   for (int i = 0; i < kQueries; ++i) {
     constexpr int kLast = kTileKeys - 1;
     const Quad tile = sums(totals[i][0], totals[i][1], totals[i][kLast == 3 ? 2 : 0], totals[i][kLast]);
@@ -65,7 +83,7 @@ inline void score_tile(const T* const* keys, const T* const* next, const float* 
   }
 }
 
-template <class T, int kQueries, bool kPrefetch>
+template <int kQueries, bool kPrefetch, class T>
 void score_block(const Block<T>& keys, const Block<T>& next, const float* queries, int64_t width, float* scores,
                  int64_t score_stride) {
   for (int64_t j = 0; j < keys.count; j += kTileKeys) {
@@ -108,7 +126,7 @@ inline void add_tile(const Block<T>& values, const Block<T>& next, int64_t d, co
   }
 }
 
-template <class T, int kQueries, bool kPrefetch>
+template <int kQueries, bool kPrefetch, class T>
 void add_block(const Block<T>& values, const Block<T>& next, const float* weights, int64_t weight_stride, bool fresh,
                float* sums, int64_t width) {
   int64_t d = 0;

@@ -3,8 +3,8 @@
 // The rows to be multiplied are first packed as fp32 into a workspace (normed, gathered, or just widened), so that the
 // products read each weight once for all of them. A packed row is `segments` pieces of `columns` floats, each at a
 // multiple of packed_columns(columns), zeros behind it up to a whole pair of vectors; the order within a pair is that
-// of mtp/packed.h. Where the processor multiplies pairs of bf16 (kHasPairDot), what meets a weight of bf16 is packed as
-// two bf16 that add up to the value: in the place of a pair, a vector of the first ones and one of the rests.
+// of mtp/packed.h. Where the processor multiplies pairs of bf16 (kHasPairDot), what meets a weight of bf16 is rounded
+// to bf16, as the matrix products of PyTorch and of the Triton kernels do, and a pair takes half the room.
 #pragma once
 
 #include <stdint.h>
@@ -16,6 +16,10 @@ constexpr int kElementTypes = 3;  // fp32, bf16, fp16
 
 // A piece's room in a packed row: whole pairs of the widest vectors.
 constexpr int64_t kPackedUnit = 32;
+
+// Floats between two packed rows: a cache line, since rows that lie a power of two apart drive each other out of the
+// first cache. E2B's projections from 2048 to 256, batch 8, bf16, 2 cores: 46 us without, 42 with it.
+constexpr int64_t kPackedPad = 16;
 
 // Weight rows that a part of the parallel loop is made of.
 constexpr int64_t kWeightRows = 16;
@@ -51,8 +55,7 @@ struct LinearParams {
   const void* weight;     // [out, segments * columns], or [2 * out, ...] for geglu: the gate's rows, then up's
   int64_t weight_stride;  // in elements
   int64_t out;
-  void* y;     // [rows, out], contiguous
-  bool exact;  // the packed rows are of the weight's type, not sums of two such
+  void* y;  // [rows, out], contiguous
 };
 
 struct AddNormRowsParams {

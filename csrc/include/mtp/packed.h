@@ -81,19 +81,38 @@ inline Pair load_pair(const T* at, int64_t count) {
   return load_pair(values);
 }
 
-// The same of elements of type S, in the order of a pair of T.
+// From the order of a pair of floats to that of 16-bit elements, and back.
+inline Pair evens_and_odds(Pair pair) {
+#if MTP_LANES == 16
+  return {__builtin_shufflevector(pair.first, pair.second, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
+          __builtin_shufflevector(pair.first, pair.second, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)};
+#elif MTP_LANES == 8
+  return {__builtin_shufflevector(pair.first, pair.second, 0, 2, 4, 6, 8, 10, 12, 14),
+          __builtin_shufflevector(pair.first, pair.second, 1, 3, 5, 7, 9, 11, 13, 15)};
+#else
+  return {__builtin_shufflevector(pair.first, pair.second, 0, 2, 4, 6),
+          __builtin_shufflevector(pair.first, pair.second, 1, 3, 5, 7)};
+#endif
+}
+inline Pair in_turn(Pair pair) {
+#if MTP_LANES == 16
+  return {
+      __builtin_shufflevector(pair.first, pair.second, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23),
+      __builtin_shufflevector(pair.first, pair.second, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)};
+#elif MTP_LANES == 8
+  return {__builtin_shufflevector(pair.first, pair.second, 0, 8, 1, 9, 2, 10, 3, 11),
+          __builtin_shufflevector(pair.first, pair.second, 4, 12, 5, 13, 6, 14, 7, 15)};
+#else
+  return {__builtin_shufflevector(pair.first, pair.second, 0, 4, 1, 5),
+          __builtin_shufflevector(pair.first, pair.second, 2, 6, 3, 7)};
+#endif
+}
+
+// The first `count` elements of type S, and zeros behind them, in the order of a pair of T.
 template <class T, class S>
 inline Pair load_pair_like(const S* at, int64_t count) {
   if constexpr (sizeof(T) == 2 && sizeof(S) != 2) {
-    const Pair pair = load_pair(at, count);
-    float values[kPair];
-    __builtin_memcpy(values, &pair, sizeof values);
-    Pair even_odd;
-    for (int i = 0; i < kLanes; ++i) {
-      even_odd.first[i] = values[2 * i];
-      even_odd.second[i] = values[2 * i + 1];
-    }
-    return even_odd;
+    return evens_and_odds(load_pair(at, count));
   } else {
     return load_pair(at, count);
   }
@@ -146,12 +165,6 @@ inline void store_words(const float* values, float* out) {
   __builtin_memcpy(out, &words, sizeof words);
 }
 
-// What the upper 16 bits leave of a value, as bf16 in the low half; nothing of infinity and NaN.
-inline Words rest_of(Floats value, Words high) {
-  const Words special = (Words)((high & 0x7f800000u) == 0x7f800000u);
-  return round_to_bfloat16(value - (Floats)high) & ~special;
-}
-
 // All ones in the places of the first `count` of the 16-bit elements in a vector of words.
 inline Words words_below(int64_t count) {
   Words mask = {};
@@ -161,16 +174,23 @@ inline Words words_below(int64_t count) {
   return mask;
 }
 
-// A pair in the order of 16 bits as two vectors of bf16 pairs for pair_dot, which add up to it within 2^-17 of a value;
-// zeros behind the first `count` elements. An infinite weight makes NaN of a rest of zero.
-inline void store_split(float* at, Pair pair, int64_t count) {
-  const Words mask = count >= kPair ? ~Words{} : words_below(count);
-  const Words first = (Words)pair.first & 0xffff0000u;
-  const Words second = (Words)pair.second & 0xffff0000u;
-  const Words high = (first >> 16 | second) & mask;
-  const Words low = (rest_of(pair.first, first) | rest_of(pair.second, second) << 16) & mask;
-  __builtin_memcpy(at, &high, sizeof high);
-  __builtin_memcpy(at + kLanes, &low, sizeof low);
+// Floats that a pair of what meets weights of T takes: fp32, or where pairs of bf16 are multiplied, a vector of them.
+template <class T>
+constexpr int64_t kPackedPair = kHasPairDot && __is_same(T, BFloat16) ? kLanes : kPair;
+
+// Stores a pair of T's order as the products take it, with zeros behind the first `count` elements whatever it holds
+// there: an infinite factor makes NaN of the zeros that were loaded.
+template <class T>
+inline void store_packed(float* at, Pair pair, int64_t count) {
+  if constexpr (kHasPairDot && __is_same(T, BFloat16)) {
+    const Words words = round_words<T>(pair) & (count >= kPair ? ~Words{} : words_below(count));
+    __builtin_memcpy(at, &words, sizeof words);
+    return;
+  }
+  __builtin_memcpy(at, &pair, sizeof pair);
+  for (int64_t i = count; i < kPair; ++i) {
+    at[sizeof(T) == 2 ? i % 2 * kLanes + i / 2 : i] = 0.0f;
+  }
 }
 
 }  // namespace mtp::MTP_ISA

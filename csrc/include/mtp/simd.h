@@ -211,5 +211,40 @@ inline Quad sums(Floats a, Floats b, Floats c, Floats d) {
   return __builtin_shufflevector(left, right, 0, 2, 4, 6) + __builtin_shufflevector(left, right, 1, 3, 5, 7);
 }
 
+// out[i] = sum(values[i]) of 16 or 8 vectors, with the bits of sum(): all are folded together, two to a vector, four,
+// and so on.
+#if MTP_LANES == 16
+template <int kCount>
+inline __attribute__((always_inline)) void sums(const Floats* values, float* out) {
+  static_assert(kCount == 16 || kCount == 8);
+  constexpr int kPlace[16] = {0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15};  // in which they come out
+  constexpr int kHalf = kCount / 2;
+  Floats v[kHalf];
+#pragma GCC unroll 8
+  for (int i = 0; i < kHalf; ++i) {
+    const Floats a = values[kPlace[i] * kCount / 16];
+    const Floats b = values[kPlace[i + kHalf] * kCount / 16];
+    v[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kHalf / 2; ++i) {
+    const Floats a = v[i], b = v[i + kHalf / 2];
+    v[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+           __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kHalf / 4; ++i) {
+    const Floats a = v[i], b = v[i + kHalf / 4];
+    v[i] = __builtin_shufflevector(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+           __builtin_shufflevector(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+  }
+  const Floats a = v[0], b = v[kHalf / 8];  // the same where there are 8: what comes behind them is not used
+  const Floats all = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+                     __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+  __builtin_memcpy(out, &all, kCount * sizeof(float));
+}
+#endif
+
 }  // namespace MTP_ISA
 }  // namespace mtp

@@ -12,8 +12,16 @@ inline Floats infinity() { return broadcast(__builtin_inff()); }
 inline Floats no_nan(Floats x) { return select(x == x, x, -infinity()); }
 
 inline float max_of_lanes(Floats values) {
+#if MTP_LANES == 16
+  values =
+      maximum(values, __builtin_shufflevector(values, values, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+  values =
+      maximum(values, __builtin_shufflevector(values, values, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+#elif MTP_LANES == 8
+  values = maximum(values, __builtin_shufflevector(values, values, 4, 5, 6, 7, 0, 1, 2, 3));
+#endif
   float largest = values[0];
-  for (int i = 1; i < kLanes; ++i) {
+  for (int i = 1; i < 4; ++i) {
     largest = values[i] > largest ? values[i] : largest;
   }
   return largest;
