@@ -22,6 +22,9 @@ PART_TOKENS = 32  # of `candidates`
 HEADER = 16  # words of the workspace before the mail
 HIDDEN = 256
 MOST_ROWS = 64
+LEAST_HEAD_DIM = 128
+LEAST_SMS = 64  # then there are blocks enough for every row's norm
+BUILT_FOR = (8, 9, 10, 12)  # major compute capabilities
 SPLIT_DEPTH = 1024  # depth of the products that the warps of a block share is a multiple of this
 SHARED_LIMIT = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}  # KB a block, by capability * 10; 99 elsewhere
 
@@ -41,45 +44,71 @@ def refuses(weights: AssistantWeights, kv: Mapping[str, KVView], rows: int) -> s
     """Why segments do not serve rounds of up to `rows` rows, or ""."""
     if weights.device.type != "cuda":
         return f"no CUDA kernels on {weights.device.type}"
-    if weights.dtype != torch.bfloat16:
-        return f"weights of {weights.dtype}"
     if weights.hidden != HIDDEN:
         return f"hidden {weights.hidden} is not {HIDDEN}"
     if rows > MOST_ROWS:
         return f"{rows} rows are more than {MOST_ROWS}"
-    columns = [weights.backbone, 0 if weights.centroids is None else weights.centroids.size(0)]
-    if any(n % 8 for n in columns):
-        return "a projection whose columns are no multiple of 8"
-    for layer in weights.layers:
-        why = _refuses_layer(layer, kv)
-        if why:
+    for name, matrix in (("post_projection", weights.post_projection), ("centroids", weights.centroids)):
+        if matrix is not None and (why := _refuses_matrix(name, matrix)):
             return why
-    if why := _native.cuda_library():
-        return why
-    found, needed = capability(weights.device), _native.cuda_op("segment_bytes")(rows) / 1024
-    if found < 80 or needed > SHARED_LIMIT.get(found, 99):
-        return f"{needed:.0f} KB of shared memory a block are more than compute capability {found / 10} has"
-    return ""
+    for layer in weights.layers:
+        if why := _refuses_layer(layer, kv):
+            return why
+    if weights.norm.dtype != torch.bfloat16:
+        return f"a norm of {weights.norm.dtype}"
+    return _refuses_device(weights.device, rows)
 
 
 def _refuses_layer(layer: LayerWeights, kv: Mapping[str, KVView]) -> str:
+    for name in ("q_proj", "o_proj", "gate_up", "down"):
+        if why := _refuses_matrix(name, getattr(layer, name)):
+            return why
     if any(p.size(1) % SPLIT_DEPTH for p in (layer.o_proj, layer.down)):
         return f"a projection whose depth is no multiple of {SPLIT_DEPTH}"
-    if any(n & (n - 1) for n in (layer.num_qo_heads, layer.head_dim)):
-        return "heads whose number or size is no power of two"
+    vectors = (
+        layer.input_norm, layer.post_attention_norm, layer.pre_feedforward_norm, layer.post_feedforward_norm,
+        layer.layer_scalar,
+    )
+    for vector in vectors:
+        if vector.dtype != torch.bfloat16:
+            return f"a norm or scalar of {vector.dtype}"
     if layer.layer_type not in kv:
         return f"no view for {layer.layer_type}"
     view = kv[layer.layer_type]
     if view.kv_indptr is not None:
         return "a flat page table"
-    group = layer.num_qo_heads // view.num_kv_heads
-    return "a group of query heads that is no power of two" if group & (group - 1) else ""
+    sizes = (layer.num_qo_heads, layer.head_dim, layer.num_qo_heads // view.num_kv_heads)
+    if layer.head_dim < LEAST_HEAD_DIM or any(n & (n - 1) for n in sizes):
+        return f"heads of another number or size than powers of two, {LEAST_HEAD_DIM} elements at least"
+    return ""
+
+
+def _refuses_matrix(name: str, matrix: Tensor) -> str:
+    if matrix.dtype != torch.bfloat16:
+        return f"{name} of {matrix.dtype}"
+    if matrix.size(0) % 8 or matrix.stride(1) != 1 or matrix.stride(0) % 8 or matrix.data_ptr() % 16:
+        return f"{name}, whose rows are no multiple of 8, or not 16 bytes apart"
+    return ""
+
+
+def _refuses_device(device: torch.device, rows: int) -> str:
+    found, sms = capability(device), torch.cuda.get_device_properties(device).multi_processor_count
+    if found // 10 not in BUILT_FOR:
+        return f"compute capability {found / 10}"
+    if sms < LEAST_SMS:
+        return f"{sms} SMs are fewer than {LEAST_SMS}"
+    if why := _native.cuda_library():
+        return why
+    needed = _native.cuda_op("segment_bytes")(rows) / 1024
+    if needed > SHARED_LIMIT.get(found, 99):
+        return f"{needed:.0f} KB of shared memory a block are more than compute capability {found / 10} has"
+    return ""
 
 
 def new_workspace(weights: AssistantWeights, rows: int) -> Tensor:
     """Where the segments of one runner leave their results for each other; zeros, and nobody else's memory.
 
-    Rounds that share it must not overlap in time.
+    Rounds that share it must not overlap in time: they would wait for each other's words.
     """
     most = max(layer.o_proj.size(1) // 2 + layer.down.size(1) // 2 for layer in weights.layers)
     words = HEADER + rows * (most + 3 * weights.hidden)
@@ -104,10 +133,11 @@ def segment(
     }
     if len(attention) == 2:
         main, last = attention
-        given = last.args
+        given, scale = last.args, last.args["v_scale_ptr"]
         attention = [main]
         chunks = {
-            "partial": given["partial_ptr"], "stats": given["stats_ptr"], "v_scale": given["v_scale_ptr"],
+            "partial": given["partial_ptr"], "stats": given["stats_ptr"],
+            "v_scale": None if scale is None else scale.reshape(-1),
             "capacity": given["table_size"] * given["page_size"], "bound": given["bound"],
             "chunk_weight": given["chunk_weight"], "max_chunks": given["max_chunks"],
             "chunk_multiple": last.constants["BLOCK_N"], "fold": last.constants["FOLD"],

@@ -42,6 +42,7 @@ class CapturedDraft:
     A graph is captured for each bucket of batch size (1, 2, 4, ... and max_batch) and each number of steps. A batch
     runs in the smallest bucket that holds it; the rows behind it have length 0, read no page, and change nothing.
     Nothing is copied to the host and nothing synchronises. Results equal those of draft() on the same buffers.
+    Replays of one runner must not overlap in time: they share its buffers and its workspace.
 
     On a CPU, which has no graphs, a step of a tree is one call of the CPU library, and so are all steps of a chain,
     with the bits of draft().

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,30 @@ def test_one_part_needs_no_merge() -> None:
     """Of a table so narrow that a part holds all keys, attention leaves its result."""
     segment = next(x for x in launches("E4B", 1, 16) if isinstance(x, _segment.CudaLaunch))
     assert segment.args["partial"] is None and segment.args["attended"].shape == (1, 1, 4, 256)
+
+
+def test_what_is_refused_before_the_device_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights on the meta device stand for those of a GPU."""
+    weights = AssistantWeights.synthetic("E4B", device="meta")
+    kv = meta_views(weights, 2, 64)
+    monkeypatch.setattr(AssistantWeights, "device", property(lambda self: torch.device("cuda")))
+    monkeypatch.setattr(_segment, "_refuses_device", lambda device, rows: "")
+    assert _segment.refuses(weights, kv, 64) == ""
+    assert _segment.refuses(weights, kv, 65) == "65 rows are more than 64"
+    assert _segment.refuses(AssistantWeights.synthetic("31B", device="meta"), kv, 1) == "hidden 1024 is not 256"
+    half = AssistantWeights.synthetic("E4B", dtype=torch.float16, device="meta")
+    assert _segment.refuses(half, kv, 1) == "post_projection of torch.float16"
+    wide_norm = replace(weights, norm=weights.norm.float())
+    assert _segment.refuses(wide_norm, kv, 1) == "a norm of torch.float32"
+    layer = replace(weights.layers[1], layer_scalar=weights.layers[1].layer_scalar.float())
+    wide_scalar = replace(weights, layers=(weights.layers[0], layer, *weights.layers[2:]))
+    assert _segment.refuses(wide_scalar, kv, 1) == "a norm or scalar of torch.float32"
+    odd = weights.layers[0].down.new_empty(256, 2049)[:, 1:]
+    layer = replace(weights.layers[0], down=odd)
+    assert _segment.refuses(replace(weights, layers=(layer, *weights.layers[1:])), kv, 1).startswith("down, whose rows")
+    flat = {name: replace(view, kv_indptr=view.seq_lens) for name, view in kv.items()}
+    assert _segment.refuses(weights, flat, 1) == "a flat page table"
+    assert _segment.refuses(weights, {}, 1) == "no view for sliding_attention"
 
 
 def test_reasons() -> None:

@@ -30,7 +30,8 @@ __device__ __forceinline__ int count_chunks(const Attention& a, int request) {
   int keys = static_cast<int>(ceilf(__fsqrt_rn(__fmul_rn(static_cast<float>(visible), a.chunk_weight))));
   keys = max(max(keys, (visible + (1 << a.log2_max_chunks) - 1) >> a.log2_max_chunks), 1);
   keys = (keys + a.chunk_multiple - 1) & -a.chunk_multiple;
-  return static_cast<int>(static_cast<unsigned>(visible + keys - 1) / static_cast<unsigned>(keys));
+  const int chunks = static_cast<int>(static_cast<unsigned>(visible + keys - 1) / static_cast<unsigned>(keys));
+  return min(chunks, a.parts * a.chunks_a_part);  // as many as there are, whatever the lengths say
 }
 
 constexpr int kMostFold = 8;
@@ -106,7 +107,7 @@ __device__ __forceinline__ void merge_elements(const Segment& s, int unit, uint3
   }
   if ((lane & (lanes - 1)) == 0) {
     const float v_scale = a.v_scale == nullptr ? 1.0f : a.v_scale[(head >> a.log2_group) * a.v_scale_stride];
-    const float factor = chunks > 0 ? __fdividef(v_scale, total) : 0.0f;
+    const float factor = chunks > 0 ? __fdiv_rn(v_scale, total) : 0.0f;
     uint64_t* to = s.mail_attended + (row * s.attended_columns + head * a.head_dim + d) / 2;
     post(to, word(pack(y[0] * factor, y[1] * factor), epoch), word(pack(y[2] * factor, y[3] * factor), epoch));
   }

@@ -11,7 +11,8 @@ namespace mtp::cuda {
 namespace {
 
 constexpr char kOp[] = "segment";
-constexpr int64_t kHeader = 16;  // words of the workspace before the mail: the epoch, in a line of its own
+constexpr int64_t kMostChunks = 1 << 16;  // and keys that a chunk is a multiple of
+constexpr int64_t kHeader = 16;           // words of the workspace before the mail: the epoch, in a line of its own
 
 void set_columns(Product& p, int64_t columns, int row_groups, int blocks) {
   p.columns = static_cast<int>(columns);
@@ -100,6 +101,7 @@ void segment(Tensor attended, std::optional<Tensor> partial, std::optional<Tenso
   if (partial) {
     STD_TORCH_CHECK(stats && (chunks_a_part == 1 || chunks_a_part == fold) && fold >= 1 && fold <= 8 &&
                         num_kv_heads >= 1 && heads % num_kv_heads == 0 && max_chunks >= 1 &&
+                        max_chunks <= kMostChunks && chunk_multiple >= 1 && chunk_multiple <= kMostChunks &&
                         log2_of(chunk_multiple, "chunk_multiple") >= 0,
                     "segment: the chunks of the attention are not what they must be");
     a.parts = static_cast<int>(partial->size(1));
@@ -111,6 +113,8 @@ void segment(Tensor attended, std::optional<Tensor> partial, std::optional<Tenso
     check(seq_lens, kOp, "seq_lens", a.lengths_are_int64 ? ScalarType::Long : ScalarType::Int, {attended.size(0)});
     a.seq_lens = seq_lens.const_data_ptr();
     if (v_scale) {
+      STD_TORCH_CHECK(v_scale->dim() == 1 && (v_scale->size(0) == 1 || v_scale->size(0) == num_kv_heads),
+                      "segment: v_scale is neither one number nor one a KV head");
       check(*v_scale, kOp, "v_scale", kFloat, {v_scale->size(0)});
       a.v_scale = v_scale->const_data_ptr<float>();
       a.v_scale_stride = v_scale->size(0) == 1 ? 0 : 1;

@@ -8,24 +8,18 @@ from typing import Any
 import pytest
 import torch
 from harness import assert_same_bits
+from segment_cases import SMALL, weights_of
 from test_captured import seeds, some, views
 from torch import Tensor
 
 from mtp_kernels import AssistantWeights, CapturedDraft, KVView, _native, _segment, fused
 from mtp_kernels.captured import choose_kernels, launch_round, new_workspace
 from mtp_kernels.draft import chain_links
-from mtp_kernels.weights import PRESETS
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-if torch.cuda.is_available() and (why := _native.cuda_library()):
-    pytest.skip(why, allow_module_level=True)
-
-SMALL = replace(PRESETS["E4B"], backbone=256, vocab=2048 * 32)
 FP8 = torch.float8_e4m3fn
-
-
-def weights_of(model: str) -> AssistantWeights:
-    return AssistantWeights.synthetic(SMALL if model == "small" else model, device="cuda")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+if torch.cuda.is_available() and (why := _segment._refuses_device(torch.device("cuda"), _segment.MOST_ROWS)):
+    pytest.skip(why, allow_module_level=True)
 
 
 def chain(
@@ -81,12 +75,13 @@ def long_views(weights: AssistantWeights, lengths: list[int], page: int, kv_dtyp
             place = table[row].long().repeat_interleave(page) * page + at % page
             for cache in (k, v):
                 cache.view(-1, heads, dim)[place[unseen]] = float("nan")
-        scale = None
+        k_scale = v_scale = None
         if kv_dtype == FP8:
-            k, v, scale = k / 0.003, v / 0.003, torch.full((1,), 0.003, device="cuda")
+            k_scale, v_scale = torch.tensor(0.003, device="cuda"), torch.tensor([0.003, 0.005], device="cuda")[:heads]
+            k, v = k / k_scale, v / v_scale[:, None]
         seq_lens = torch.tensor(lengths, dtype=torch.int32 if page == 16 else torch.int64, device="cuda")
         found[layer.layer_type] = KVView.paged(
-            k.to(kv_dtype), v.to(kv_dtype), table, seq_lens, window, scale, scale
+            k.to(kv_dtype), v.to(kv_dtype), table, seq_lens, window, k_scale, v_scale
         )
     return found
 
@@ -111,7 +106,7 @@ def test_as_the_kernels_of_triton(page: int, kv_dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("model", ["small", "E4B"])
 def test_bits_follow_the_row_alone(model: str) -> None:
-    """Of batches that run on other kernels, that fold their chunks elsewhere; early or not."""
+    """Of batches that run on other kernels; early or not."""
     weights = weights_of(model)
     most = 64 if model == "small" else 20
     kv, seed = views(weights, most), seeds(weights, most, 4)
@@ -138,10 +133,39 @@ def test_bits_do_not_depend_on_who_folds_the_chunks() -> None:
     together = chain(weights, kv, seed, 1, True, workspace)
     for i in range(4):
         one_row = slice(i, i + 1)
-        own = {n: replace(v, block_table=v.block_table[one_row], seq_lens=v.seq_lens[one_row]) for n, v in kv.items()}
+        own = some(kv, one_row, 256)
         alone = chain(weights, own, tuple(s[i : i + 1] for s in seed), 1, True, workspace)
         for one, two in zip(together, alone):
             assert torch.equal(one[i : i + 1], two)
+
+
+def test_rows_of_a_request_see_its_keys() -> None:
+    """Of a tree's frontier: three rows a request, whose lengths differ."""
+    weights = weights_of("small")
+    lengths = [3, 600, 40, 2000]
+    kv = long_views(weights, lengths, 16, torch.bfloat16)
+    ids, state, _ = seeds(weights, 12, 3)
+    positions = torch.tensor(lengths, device="cuda") - 1
+    found = []
+    for workspace in (None, _segment.new_workspace(weights, 12)):
+        drafter = fused.Drafter(weights, kv, positions, True, workspace=workspace)
+        _, after, _ = fused._step(drafter, 4, 3, state.view(4, 3, -1), {"token_ids": ids.view(4, 3)}, depth=3)
+        found.append(after.flatten(0, 1).double())
+    difference = torch.linalg.vector_norm(found[0] - found[1], dim=1)
+    assert (difference < 0.01 * torch.linalg.vector_norm(found[0], dim=1)).all()
+
+
+@pytest.mark.parametrize("length", [0, 1, 31, 32])
+def test_the_width_of_the_table_changes_no_bit(length: int) -> None:
+    """Of two pages, where attention leaves its result, and of 256, where it leaves parts."""
+    weights = weights_of("small")
+    kv, seed = long_views(weights, [length, 4096], 16, torch.bfloat16), seeds(weights, 1, 4)
+    workspace = _segment.new_workspace(weights, 1)
+    wide, narrow = (
+        chain(weights, some(kv, slice(0, 1), width), seed, 1, True, workspace) for width in (256, 2)
+    )
+    for one, two in zip(wide, narrow):
+        assert torch.equal(one, two)
 
 
 @pytest.mark.parametrize("topk", [1, 3])
@@ -222,6 +246,8 @@ def test_candidates(kind: str, rows: int, ordered: bool) -> None:
     """The best token and the sum, against fp64 over the 32 best centroids; equal scores go by centroid."""
     given = head_problem(kind, rows)
     given["token_ordering"] = given["token_ordering"].to(torch.int32 if rows == 1 else torch.int64)
+    if kind == "ties":
+        given["lm_head"][1::2] = given["lm_head"][::2]  # equal logits too
     parts = 32 * 2
     out = {
         "part_values": torch.empty(rows, parts, 1, device="cuda"),
@@ -239,7 +265,12 @@ def test_candidates(kind: str, rows: int, ordered: bool) -> None:
     assert torch.equal(out["part_values"][..., 0], out["part_max"])
     total = (out["part_max"].double() + out["part_sum"].double().log()).logsumexp(-1)
     torch.testing.assert_close(total, logits.logsumexp(-1), rtol=1e-5, atol=1e-4)
-    token = out["part_orders"][..., 0] >> 32
+    order = out["part_orders"][..., 0]
+    token, found_place = order >> 32, order & 0xFFFFFFFF
+    assert torch.equal(given["token_ordering"][found_place].long(), token)
+    if kind == "ties":
+        best = by_part == by_part.amax(-1, keepdim=True)
+        assert torch.equal(token, ids.view(rows, parts, 32).masked_fill(~best, 2**40).amin(-1))
     at = (ids.view(rows, parts, 32) == token.unsqueeze(-1)).int().argmax(-1, keepdim=True)
     found = by_part.gather(-1, at).squeeze(-1)
     torch.testing.assert_close(found, by_part.amax(-1), rtol=1e-5, atol=1e-4)
