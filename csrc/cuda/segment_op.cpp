@@ -53,6 +53,50 @@ int count_blocks(int device, int64_t inner) {
   return static_cast<int>((units + each - 1) / each);  // every block has a unit of gate_up, so reads the epoch in time
 }
 
+struct Chunks {
+  int64_t max_chunks, chunk_multiple, fold, chunks_a_part, num_kv_heads;
+};
+
+// Of an attention [rows, heads] that has left chunks, or folds of them.
+void set_chunks(Attention& a, const Chunks& c, const Tensor& partial, const Tensor& stats, const Tensor& seq_lens,
+                const Tensor* v_scale, int64_t heads) {
+  constexpr auto kFloat = ScalarType::Float;
+  STD_TORCH_CHECK(c.fold >= 1 && c.fold <= 8 && (c.chunks_a_part == 1 || c.chunks_a_part == c.fold) &&
+                      c.max_chunks >= 1 && c.max_chunks <= kMostChunks && c.chunk_multiple >= 1 &&
+                      c.chunk_multiple <= kMostChunks && c.num_kv_heads >= 1 && heads % c.num_kv_heads == 0,
+                  "segment: the chunks of the attention are not what they must be");
+  log2_of(c.chunk_multiple, "chunk_multiple");
+  const int64_t batch = seq_lens.size(0);
+  a.parts = static_cast<int>(partial.size(1));
+  check(partial, kOp, "partial", kFloat, {batch * a.rows_each * heads, a.parts, a.head_dim});
+  check(stats, kOp, "stats", kFloat, {batch * a.rows_each * heads, a.parts, 2});
+  a.partial = partial.const_data_ptr<float>();
+  a.stats = stats.const_data_ptr<float>();
+  a.lengths_are_int64 = seq_lens.scalar_type() == ScalarType::Long;
+  check(seq_lens, kOp, "seq_lens", a.lengths_are_int64 ? ScalarType::Long : ScalarType::Int, {batch});
+  a.seq_lens = seq_lens.const_data_ptr();
+  if (v_scale != nullptr) {
+    const int64_t scales = v_scale->numel();
+    STD_TORCH_CHECK(scales == 1 || scales == c.num_kv_heads,
+                    "segment: v_scale is neither one number nor one a KV head");
+    check(*v_scale, kOp, "v_scale", kFloat, {scales});
+    a.v_scale = v_scale->const_data_ptr<float>();
+    a.v_scale_stride = scales == 1 ? 0 : 1;
+  }
+  const int64_t folds = c.chunks_a_part == c.fold ? a.parts : (a.parts + c.fold - 1) / c.fold;
+  while (a.log2_lanes < 4 && (int64_t{1} << a.log2_lanes) < folds) {
+    ++a.log2_lanes;
+  }
+  a.log2_units = log2_of(a.head_dim, "head_dim") - (7 - a.log2_lanes);
+  STD_TORCH_CHECK(a.log2_units >= 0, "segment: a head_dim of ", a.head_dim);
+  a.log2_max_chunks = log2_of(c.max_chunks, "max_chunks");
+  a.chunk_multiple = static_cast<int>(c.chunk_multiple);
+  a.fold = static_cast<int>(c.fold);
+  a.log2_fold = log2_of(c.fold, "fold");
+  a.chunks_a_part = static_cast<int>(c.chunks_a_part);
+  a.log2_group = log2_of(heads / c.num_kv_heads, "the query heads of a KV head");
+}
+
 // At most: lanes keep one each.
 int runs_of_a_warp(const Segment& s) {
   int runs = 0;
@@ -89,6 +133,7 @@ void segment(Tensor attended, std::optional<Tensor> partial, std::optional<Tenso
   check(pre_feedforward_norm, kOp, "pre_feedforward_norm", kHalf, {hidden});
   check(post_feedforward_norm, kOp, "post_feedforward_norm", kHalf, {hidden});
   check(next_norm, kOp, "next_norm", kHalf, {hidden});
+  STD_TORCH_CHECK(seq_lens.dim() == 1 && seq_lens.size(0) == attended.size(0), "segment: seq_lens is not [batch]");
   check(output, kOp, "output", kHalf, {rows, next_weight.size(0)});
 
   Segment s;
@@ -96,44 +141,14 @@ void segment(Tensor attended, std::optional<Tensor> partial, std::optional<Tenso
   a.attended = attended.const_data_ptr();
   a.log2_heads = log2_of(heads, "the number of heads");
   a.head_dim = static_cast<int>(head_dim);
-  const int log2_head_dim = log2_of(head_dim, "head_dim");
   a.rows_each = static_cast<int>(attended.size(1));
   if (partial) {
-    STD_TORCH_CHECK(stats && (chunks_a_part == 1 || chunks_a_part == fold) && fold >= 1 && fold <= 8 &&
-                        num_kv_heads >= 1 && heads % num_kv_heads == 0 && max_chunks >= 1 &&
-                        max_chunks <= kMostChunks && chunk_multiple >= 1 && chunk_multiple <= kMostChunks &&
-                        log2_of(chunk_multiple, "chunk_multiple") >= 0,
-                    "segment: the chunks of the attention are not what they must be");
-    a.parts = static_cast<int>(partial->size(1));
-    check(*partial, kOp, "partial", kFloat, {rows * heads, a.parts, head_dim});
-    check(*stats, kOp, "stats", kFloat, {rows * heads, a.parts, 2});
-    a.partial = partial->const_data_ptr<float>();
-    a.stats = stats->const_data_ptr<float>();
-    a.lengths_are_int64 = seq_lens.scalar_type() == ScalarType::Long;
-    check(seq_lens, kOp, "seq_lens", a.lengths_are_int64 ? ScalarType::Long : ScalarType::Int, {attended.size(0)});
-    a.seq_lens = seq_lens.const_data_ptr();
-    if (v_scale) {
-      STD_TORCH_CHECK(v_scale->dim() == 1 && (v_scale->size(0) == 1 || v_scale->size(0) == num_kv_heads),
-                      "segment: v_scale is neither one number nor one a KV head");
-      check(*v_scale, kOp, "v_scale", kFloat, {v_scale->size(0)});
-      a.v_scale = v_scale->const_data_ptr<float>();
-      a.v_scale_stride = v_scale->size(0) == 1 ? 0 : 1;
-    }
-    const int64_t folds = chunks_a_part == fold ? a.parts : (a.parts + fold - 1) / fold;
-    while (a.log2_lanes < 4 && (int64_t{1} << a.log2_lanes) < folds) {
-      ++a.log2_lanes;
-    }
-    a.log2_units = log2_head_dim - (7 - a.log2_lanes);
-    STD_TORCH_CHECK(a.log2_units >= 0, "segment: a head_dim of ", head_dim);
+    STD_TORCH_CHECK(stats, "segment: partial without stats");
+    const Chunks chunks{max_chunks, chunk_multiple, fold, chunks_a_part, num_kv_heads};
+    set_chunks(a, chunks, *partial, *stats, seq_lens, v_scale ? &*v_scale : nullptr, heads);
     a.capacity = capacity;
     a.bound = bound;
     a.chunk_weight = static_cast<float>(chunk_weight);
-    a.log2_max_chunks = log2_of(max_chunks, "max_chunks");
-    a.chunk_multiple = static_cast<int>(chunk_multiple);
-    a.fold = static_cast<int>(fold);
-    a.log2_fold = log2_of(fold, "fold");
-    a.chunks_a_part = static_cast<int>(chunks_a_part);
-    a.log2_group = log2_of(heads / num_kv_heads, "the query heads of a KV head");
   }
 
   const int device = attended.get_device_index();
