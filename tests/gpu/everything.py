@@ -1,0 +1,96 @@
+"""Times and tests everything that only a GPU shows, stage by stage, and writes the records into a folder.
+
+    python tests/gpu/everything.py --commit $(git rev-parse HEAD) --out FOLDER [--seconds 560] [--stage NAME ...]
+
+Stages have limits of their own, and `--seconds` for all: what does not fit any more is left out and said so. Times come
+first, then the tests, then compute-sanitizer. Records are written as stages go on, so that a run that is cut short
+leaves what it saw. 1 where a stage failed or was left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+BENCH = ("-m", "mtp_kernels.cli", "bench", "--no-peers", "--no-compile", "--samples", "20", "--seconds", "0.4")
+STEPS = (*BENCH, "--level", "step")
+HEADS = ("--level", "op", "--ops", "lm_head_topk", "--models", "31B", "--batch", "1,8,32")
+TOPK = ("--level", "op", "--ops", "draft_attention", "--models", "E4B,31B", "--context", "8192,65536", "--rows", "1,4")
+IGNORED = ("tests/test_lint.py", "tests/test_build.py", "tests/test_readme.py")  # of the source tree, not of a GPU
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A Python command, `{out}` and `{commit}` filled in, and the seconds that it may take."""
+
+    name: str
+    seconds: float
+    arguments: tuple[str, ...]
+
+
+STAGES = (
+    Stage("steps_b1", 60, (*STEPS, "--models", "E2B,E4B,31B", "--context", "1024,8192,65536", "--out", "{out}")),
+    Stage("steps_b8", 40, (*STEPS, "--models", "E2B,E4B,31B", "--batch", "8", "--context", "8192", "--out", "{out}")),
+    Stage("steps_b64", 60, (*STEPS, "--models", "E2B,E4B,31B", "--batch", "64", "--context", "4096", "--out", "{out}")),
+    Stage("heads", 30, (*BENCH, *HEADS, "--out", "{out}")),
+    Stage("topk", 40, (*BENCH, *TOPK, "--out", "{out}")),
+    Stage("tests", 240, (
+        "tests/gpu/record.py", "--commit", "{commit}", "--out", "{out}", "-n", "14",
+        *(part for path in IGNORED for part in ("--ignore", path)), "tests",
+    )),
+    Stage("sanitize", 240, ("tests/gpu/sanitize.py", "--out", "{out}", "--jobs", "6", "--timeout", "110")),
+)  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] = STAGES) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--commit", required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the records")
+    parser.add_argument("--seconds", type=float, default=560, help="for all stages together (default 560)")
+    parser.add_argument("--stage", action="append", choices=[s.name for s in stages], help="only this; may be repeated")
+    args = parser.parse_args(arguments)
+    args.out.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + args.seconds
+    said = []
+    for stage in stages:
+        if args.stage is None or stage.name in args.stage:
+            said.append((stage.name, *run(stage, args.out, args.commit, end - time.monotonic())))
+    print(f"\n{'stage':<12}{'seconds':>8}  came of it")
+    for name, seconds, what in said:
+        print(f"{name:<12}{seconds:>8.0f}  {what}")
+    return 0 if all(what == "ok" for *_, what in said) else 1
+
+
+def run(stage: Stage, out: Path, commit: str, left: float) -> tuple[float, str]:
+    """Seconds, and "ok" or what went wrong; what the command printed goes to `<stage>.log`."""
+    limit = min(stage.seconds, left)
+    if limit < stage.seconds / 4:
+        return 0.0, f"left out: {max(0.0, left):.0f} s are left"
+    suffix = ".jsonl" if "bench" in stage.arguments else ".json"
+    filled = [a.format(out=out.resolve() / (stage.name + suffix), commit=commit) for a in stage.arguments]
+    start = time.monotonic()
+    with (out / f"{stage.name}.log").open("w", encoding="utf-8") as log:
+        process = subprocess.Popen(
+            [sys.executable, *filled], cwd=ROOT, env={**os.environ, "MTP_COMMIT": commit}, stdout=log,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+            process.wait()
+            return time.monotonic() - start, f"cut short after {limit:.0f} s"
+    return time.monotonic() - start, "ok" if code == 0 else f"exit code {code}: see {stage.name}.log"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
