@@ -15,34 +15,22 @@ _loaded: dict[str, str] = {}
 
 def cpu_library() -> str:
     """Load the CPU library once; "" when it is there, else the reason why it is not."""
-    if "cpu" not in _loaded:
-        _loaded["cpu"] = _load("cpu", FOLDER / "libmtp_cpu.so")
-    return _loaded["cpu"]
+    return _library("cpu")
 
 
 def cpu_op(name: str) -> Callable[..., Any]:
     """The private op `mtp_cpu::<name>`; ImportError with the reason where the library has none."""
-    why = cpu_library()
-    if why:
-        raise ImportError(why)
-    if not hasattr(torch.ops.mtp_cpu, name):
-        raise ImportError(f"the CPU library has no {name}")
-    return getattr(torch.ops.mtp_cpu, name).default
+    return _op("cpu", cpu_library(), name)
 
 
 def cuda_library() -> str:
     """Load the CUDA library once; "" when it is there, else the reason why it is not."""
-    if "cuda" not in _loaded:
-        _loaded["cuda"] = _load("cuda", FOLDER / "libmtp_cuda.so")
-    return _loaded["cuda"]
+    return _library("cuda")
 
 
 def cuda_op(name: str) -> Callable[..., Any]:
     """The private op `mtp_cuda::<name>`; ImportError with the reason where the library has none."""
-    why = cuda_library()
-    if why:
-        raise ImportError(why)
-    return getattr(torch.ops.mtp_cuda, name).default
+    return _op("cuda", cuda_library(), name)
 
 
 def why_not_built(part: str) -> str:
@@ -52,6 +40,21 @@ def why_not_built(part: str) -> str:
     except (OSError, ValueError):
         return "this source tree has not been built: `make build` does"
     return str(info.get(part, f"this build knows no {part}"))
+
+
+def _library(part: str) -> str:
+    if part not in _loaded:
+        _loaded[part] = _load(part, FOLDER / f"libmtp_{part}.so")
+    return _loaded[part]
+
+
+def _op(part: str, why: str, name: str) -> Callable[..., Any]:
+    if why:
+        raise ImportError(why)
+    ops = getattr(torch.ops, f"mtp_{part}")
+    if not hasattr(ops, name):
+        raise ImportError(f"the {part.upper()} library has no {name}")
+    return getattr(ops, name).default
 
 
 def _load(part: str, path: Path) -> str:
