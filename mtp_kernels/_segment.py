@@ -159,7 +159,8 @@ def ranks(weights: AssistantWeights) -> bool:
     if weights.centroids is None:
         return False
     sizes = (weights.hidden, weights.centroids.size(0), weights.num_active)
-    return sizes == (256, 2048, 32) and weights.vocab % (2048 * PART_TOKENS) == 0
+    fits = sizes == (256, 2048, 32) and weights.vocab % (2048 * PART_TOKENS) == 0
+    return fits and not _refuses_matrix("lm_head", weights.lm_head)
 
 
 def candidates(

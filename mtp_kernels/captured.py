@@ -273,6 +273,7 @@ def launch_round(
         return lambda: tree
     from . import fused
 
+    assert (kernels == SEGMENTS) == (workspace is not None), "segments have a workspace, other kernels none"
     drafter = fused.Drafter(weights, kv, positions, fused.overlaps(seed_ids.device), workspace=workspace)
     if topk > 1:
         assert root_positions is not None

@@ -151,6 +151,13 @@ def test_what_is_refused_before_the_device_is_asked(monkeypatch: pytest.MonkeyPa
     assert _segment.refuses(weights, {}, 1) == "no view for sliding_attention"
 
 
+def test_candidates_want_whole_rows_of_the_head() -> None:
+    """Of a head cut out of a wider matrix, whose rows cannot be read 16 bytes at a time, Triton's kernels take care."""
+    weights = AssistantWeights.synthetic("E4B", device="meta")
+    wide = weights.lm_head.new_empty(weights.vocab, 257)[:, 1:]
+    assert _segment.ranks(weights) and not _segment.ranks(replace(weights, lm_head=wide))
+
+
 def test_reasons() -> None:
     weights = AssistantWeights.synthetic("tiny")
     assert _segment.refuses(weights, {}, 1) == "no CUDA kernels on cpu"
