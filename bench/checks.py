@@ -123,7 +123,9 @@ class HeadOracle:
             rows = places if centroid_ordered else self.ids
             parts = [_gathered(normed[i], naive_normed[i], lm_head, rows[i]) for i in range(normed.size(0))]
             self.logits, naive = (torch.stack(part) for part in zip(*parts))
-        self.allowed = 2 * (naive.double() - self.logits).abs().max().item() + ATOL
+        # Like that of floats it grows with the largest result: plain PyTorch may add fp32 products in a better order.
+        largest = max(1.0, self.logits.abs().max().item())
+        self.allowed = 2 * (naive.double() - self.logits).abs().max().item() + ATOL * largest
         low, high = (self.logits.masked_fill(~m, -torch.inf).logsumexp(-1) for m in (self.certain, self.possible))
         least = self.logits.masked_fill(~self.possible, torch.inf).amin(-1)  # of a row in which nothing is certain
         low = torch.maximum(low, least)

@@ -135,6 +135,17 @@ def test_the_numbers_of_a_head() -> None:
     assert oracle.check(ids, rough, total, sums=torch.full_like(logprobs, -2000.0)).ok  # 2000 has no more digits
 
 
+@pytest.mark.parametrize(("size", "allowed"), [(4.0, 12 * ATOL), (0.1, ATOL)])
+def test_what_fp32_sums_may_differ_by_grows_with_the_logits(size: float, allowed: float) -> None:
+    """Where plain PyTorch makes no error."""
+    one, logits = torch.tensor([[1.0]]).double(), size * LOGITS  # up to 12, and up to 0.3
+    oracle, ids = HeadOracle(one, one, logits), torch.tensor([[0]])
+    logprobs = logits[:, 0].log_softmax(0)[ids]
+    assert oracle.check(ids, logprobs + 0.9 * allowed).ok
+    verdict = oracle.check(ids, logprobs + 1.1 * allowed)
+    assert not verdict.ok and verdict.allowed == pytest.approx(allowed)
+
+
 def test_one_row_among_many_is_enough_to_be_wrong() -> None:
     normed = torch.ones(5, 1).double()
     oracle = HeadOracle(normed, normed * 1.002, LOGITS)

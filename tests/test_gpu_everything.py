@@ -1,9 +1,13 @@
-"""tests/gpu/everything.py: stages are run in order within their time, and said to have failed where they have."""
+"""tests/gpu/everything.py: stages are run in order within their time, and said to have failed where they have; and
+record.py, which writes down what tests said."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -51,3 +55,26 @@ def test_the_stages_are_commands_that_exist(everything: Any) -> None:
             assert (everything.ROOT / stage.arguments[0]).is_file()
     for path in everything.IGNORED:
         assert (everything.ROOT / path).is_file()
+
+
+def test_a_record_has_the_names_of_failures_and_the_end_of_what_they_said(tmp_path: Path) -> None:
+    tests, out = tmp_path / "test_some.py", tmp_path / "record.json"
+    tests.write_text("""
+import pytest
+
+@pytest.fixture
+def broken(): raise RuntimeError("never made")
+
+def test_good(): pass
+def test_wrong(): assert 1 == 2, "x" * 2000 + " is wrong"
+def test_without(broken): pass
+""")
+    command = [sys.executable, str(PATH.parent / "record.py"), "--commit", "abc", "--out", str(out)]
+    command += ["-p", "no:cacheprovider", str(tests)]
+    own = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}  # not what the run around it was told
+    done = subprocess.run(command, capture_output=True, text=True, env=own)
+    record = json.loads(out.read_text(encoding="utf-8"))
+    assert done.returncode == record["exit_code"] == 1, done.stdout + done.stderr
+    assert [sum(c.get(o, 0) for c in record["outcomes"].values()) for o in ("passed", "failed")] == [1, 2]
+    wrong, without = (next(m for name, m in record["failed"].items() if name.endswith(n)) for n in ("wrong", "without"))
+    assert "x is wrong" in wrong and len(wrong) == 1500 and "RuntimeError: never made" in without

@@ -73,9 +73,9 @@ def test_launches_compile(arch: int, kv_dtype: torch.dtype) -> None:
             assert "cp.async" in compiled.ptx  # tiles of K and V are loaded ahead
 
 
-@pytest.mark.parametrize("batch,programs", [(1, 3), (64, 2)])
+@pytest.mark.parametrize("batch", [1, 64])
 @pytest.mark.parametrize("name", ["E2B", "E4B", "26B-A4B", "31B"])
-def test_programs_share_an_sm_of_hopper_in_a_chain(name: str, batch: int, programs: int) -> None:
+def test_two_programs_share_an_sm_of_hopper_in_a_chain(name: str, batch: int, programs: int = 2) -> None:
     attend = launches(name, 1, 1, torch.bfloat16, torch.bfloat16, 90, batch, pages=512)[0]
     compiled = compile_launch(attend, 90)
     assert programs * (compiled.shared + 1024) <= 228 * 1024
@@ -83,14 +83,14 @@ def test_programs_share_an_sm_of_hopper_in_a_chain(name: str, batch: int, progra
 
 
 def test_what_parts_write_and_read_again_is_little() -> None:
-    """In folds, and within 3% of the keys' bytes but for the 16 queries that share 12B's one KV head."""
+    """In folds, and within 3% of the keys' bytes where a KV head has 2 queries, 4 where it has 4, 7 where it has more."""
     for name in CHECKPOINTS:
         made = launches(name, 1, 1, torch.bfloat16, torch.bfloat16, 90, batch=64, pages=512)
         a = PRESETS[name].attention[1]
         partial = 2 * 4 * made[0].args["partial_ptr"].numel()
         keys = 2 * 2 * 64 * 512 * 16 * a.num_kv_heads * a.head_dim
         assert made[0].constants["CHUNKS"] > 1
-        assert partial <= (0.07 if name == "12B" else 0.03) * keys
+        assert partial <= {"E4B": 0.03, "E2B": 0.04}.get(name, 0.07) * keys
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
@@ -99,7 +99,7 @@ def test_sizes_do_not_follow_batch_or_table(checkpoint: str, layer: int) -> None
     few, many = (launches(checkpoint, layer, 4, torch.bfloat16, torch.bfloat16, 90, batch, pages)
                  for batch, pages in ((1, 100), (64, 10000)))
     for one, two in zip(few, many):  # a merge more where the table has room for more parts
-        free = {"CHUNKS": 0, "ONE_TILE": False}  # change no bit
+        free = {"CHUNKS": 0, "ONE_TILE": False, "STAGES": 0}  # change no bit
         sizes = [{**x.constants, **free, "num_warps": x.num_warps} for x in (one, two)]
         assert sizes[0] == sizes[1]
         assert all(one.args[n] == two.args[n] for n in ("max_chunks", "chunk_weight"))

@@ -16,7 +16,8 @@ def check_interpreted(name: str) -> None:
     files = [str(p) for p in sorted(TESTS.glob(f"test_{name}*.py"))]
     config = str(TESTS.parent / "pyproject.toml")
     command = [sys.executable, "-m", "pytest", "-c", config, "-q", "-x", "-p", "no:cacheprovider", "-k", "triton"]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | {"TRITON_INTERPRET": "1"}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}  # the interpreter is tested on the CPU alone
     paths = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, paths))
     # Not in the repository's folder: its mtp_kernels would come before the installed one.

@@ -118,7 +118,8 @@ def plan(
             "HEAD_DIM": head_dim, "BLOCK_ROWS": c.block_rows, "BLOCK_GROUP": c.block_group, "BLOCK_N": c.block_n,
             "SLABS": c.slabs, "CHUNKS": chunks_a_part,
             "LOG2_PAGE": page_size.bit_length() - 1 if page_size & (page_size - 1) == 0 else -1,
-            "SOFT_CAP": logits_soft_cap > 0, "STAGES": c.stages,
+            "SOFT_CAP": logits_soft_cap > 0,
+            "STAGES": c.fold_stages if c.fold_stages and chunks_a_part > 1 else c.stages,
             "ONE_TILE": chunks_a_part == 1 and most_keys_a_chunk(bound, c) <= c.block_n, "EARLY": False,
         },
         num_warps=c.num_warps,
@@ -175,9 +176,10 @@ class Config:
     fold: int  # chunks folded in order before the folds are merged; a power of two that is not above max_chunks
     block_d: int  # elements of head_dim a program of the merge
     num_warps: int
-    stages: int  # 3: the next tile's K and V, and the pages of the one after it, are on the way; 5: two tiles are
+    stages: int  # 3: the next tile's K and V, and the pages of the one after it, are on the way; 5: two tiles; 7: three
     early: bool = False  # the merge may start before the chunks have ended: sm_90 and later
-    # What follows changes no bit.
+    # What follows changes no bit, and neither do the stages.
+    fold_stages: int = 0  # of programs that run a fold of chunks; 0: as many
     # From that many programs on, one runs a fold of chunks. Microseconds a step on an H200, batch 8 and 8192 keys: E4B
     # by folds (176 programs) 215, by chunks 206; 31B by folds (352 and more) 582, by chunks 642.
     enough: int = 256
@@ -193,8 +195,7 @@ def config(
     kv_dtype: torch.dtype,
     capability: int,
 ) -> Config:
-    """Tiles that fit: 76 KB and 146 registers at head_dim 512 in 16 bits, so that three programs share an SM, and 186
-    registers, so that two do, where a program folds its chunks.
+    """Tiles that fit: at head_dim 512 in 16 bits 76 KB and up to 252 registers, so that two programs share an SM.
 
     A part writes 4 bytes an element of each of its queries and reads 4 an element of each key: the more queries, the
     more keys it should have. Yet one request alone should give 128 to 256 programs where it has keys enough: an H200
@@ -211,30 +212,75 @@ def config(
     wide = kv_dtype != dtype or (dtype == torch.float32 and head_dim == 512)
     decoded = kv_dtype != dtype and capability < 89 and head_dim == 512  # by integer operations, in more registers
     short = dtype == torch.float32 or (not roomy and (large or decoded))
-    # Half as many keys a tile and two tiles on the way, in the same memory, but where there are few keys to read.
-    deep = not (short or wide) and (head_dim == 512 or num_kv_heads > 2)
     num_warps = 8 if large or wide else 4
-    # Few short keys. Microseconds of E4B's step on an H200, batch 1 and 1024 keys, 8 and 8192, 64 and 4096: in one slab
-    # and folds of 4 chunks 65.0, 183.3, 484.0; folds of 8 65.3, 182.8, 500.4; in two slabs 65.8, 184.6, 494.5.
-    light = not (large or wide or deep or short) and head_dim == 256
-    blocks = num_kv_heads * -(-rows // block_rows)
+    plain = not (large or wide or short)
+    tile = _plain_tile(head_dim, num_kv_heads, block_rows * block_group, roomy) if plain else None
     if large:  # one program an SM: 128 in all from 8192 keys on
+        blocks = num_kv_heads * -(-rows // block_rows)
         max_chunks, chunk_weight = 128 // blocks, blocks * blocks / 2
     else:
         max_chunks, chunk_weight = 256 // num_kv_heads, min(2.0, num_kv_heads / 2)
+    if tile is None:
+        tile = _Tile(16 if short else 32, min(num_warps, head_dim // 32), 3, fold=1 if large else 8)
     return Config(
         block_rows,
         block_group,
-        block_n=16 if short or deep else 32,
-        slabs=1 if light else min(num_warps, head_dim // 32),
-        max_chunks=min(128, max(8, _power_of_two(max_chunks))),
-        chunk_weight=min(8.0, chunk_weight),
-        fold=1 if large else 4 if light else 8,
+        block_n=tile.block_n,
+        slabs=tile.slabs,
+        max_chunks=min(128, max(8, _power_of_two(tile.max_chunks or max_chunks))),
+        chunk_weight=min(8.0, tile.chunk_weight or chunk_weight),
+        fold=tile.fold,
         block_d=64,
         num_warps=num_warps,
-        stages=5 if deep else 3,
+        stages=tile.stages,
         early=capability >= 90,
+        fold_stages=tile.fold_stages,
+        enough=tile.enough,
     )
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Of a Config; 0 for what follows from the number of heads."""
+
+    block_n: int
+    slabs: int
+    stages: int
+    fold: int = 8
+    fold_stages: int = 0
+    chunk_weight: float = 0.0
+    max_chunks: int = 0
+    enough: int = 256
+
+
+def _plain_tile(head_dim: int, num_kv_heads: int, queries: int, roomy: bool) -> _Tile | None:
+    """For 16-bit queries and caches, few queries a tile. None for a head_dim that was not measured.
+
+    Microseconds of attend and merge on an H200 (bench/results/h200/tune_attention.json), now and as it was before
+    (16 keys a tile, chunk_weight from the number of heads):
+
+        head_dim 512, 2 KV heads (E4B): 1 x 1024 keys 6.3 and 10.1, 1 x 8192 15.9 and 20.7, 1 x 65536 75.7 and 84.7,
+            8 x 8192 75.5 and 84.7, 64 x 4096 262.8 and 262.0
+        1 KV head, 4 query heads (E2B): 1 x 1024 5.6 and 8.9, 1 x 65536 58 and 70, 8 x 8192 47 and 54,
+            64 x 4096 140 and 149
+        1 KV head, 16 query heads (12B): 1 x 1024 11.6 and 12.5, 1 x 65536 65 and 86, 64 x 4096 194 and 218
+        4 KV heads (31B): 1 x 1024 10.9 and 9.6, 1 x 65536 136 and 149, 64 x 4096 528 and 528
+        head_dim 256, window 1024, 16 KV heads (31B): batch 1 9.0 and 15.8, 64 247 and 289
+        8 KV heads (12B, 26B-A4B): batch 1 6.8 and 11.4, 64 136 and 152
+    """
+    if head_dim == 512:
+        if num_kv_heads <= 2 and queries <= 8:
+            # By folds from 128 programs on: 47 of E2B at batch 8 and 8192 keys, by chunks 57.
+            return _Tile(32, 4, 3, chunk_weight=0.5, enough=128)
+        weight = min(2.0, max(1.0, num_kv_heads / 2))
+        return _Tile(16, 4, 7 if roomy else 5, fold_stages=5, chunk_weight=weight)
+    if head_dim == 256 and num_kv_heads > 2:
+        return _Tile(32, 1, 5, fold_stages=3 if num_kv_heads < 16 else 5, max_chunks=128 // num_kv_heads)
+    if head_dim == 256:
+        # Few short keys. Microseconds of E4B's step, batch 1 and 1024 keys, 8 and 8192, 64 and 4096: in one slab and
+        # folds of 4 chunks 65.0, 183.3, 484.0; folds of 8 65.3, 182.8, 500.4; in two slabs 65.8, 184.6, 494.5.
+        return _Tile(32, 1, 3, fold=4)
+    return None
 
 
 def _power_of_two(n: int) -> int:

@@ -25,7 +25,10 @@ BENCH = ("-m", "mtp_kernels.cli", "bench", "--no-peers", "--no-compile", "--samp
 STEPS = (*BENCH, "--level", "step")
 HEADS = ("--level", "op", "--ops", "lm_head_topk", "--models", "31B", "--batch", "1,8,32")
 TOPK = ("--level", "op", "--ops", "draft_attention", "--models", "E4B,31B", "--context", "8192,65536", "--rows", "1,4")
-IGNORED = ("tests/test_lint.py", "tests/test_build.py", "tests/test_readme.py")  # of the source tree, not of a GPU
+IGNORED = (  # of the source tree, or of a machine without a GPU: Triton's interpreter takes minutes
+    "tests/test_lint.py", "tests/test_build.py", "tests/test_readme.py", "tests/test_triton_interpret.py",
+    "tests/test_triton_interpret_attention.py",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ STAGES = (
     Stage("steps_b64", 60, (*STEPS, "--models", "E2B,E4B,31B", "--batch", "64", "--context", "4096", "--out", "{out}")),
     Stage("heads", 30, (*BENCH, *HEADS, "--out", "{out}")),
     Stage("topk", 40, (*BENCH, *TOPK, "--out", "{out}")),
-    Stage("tests", 240, (
+    Stage("tests", 320, (
         "tests/gpu/record.py", "--commit", "{commit}", "--out", "{out}", "-n", "14",
         *(part for path in IGNORED for part in ("--ignore", path)), "tests",
     )),

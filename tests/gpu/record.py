@@ -17,9 +17,11 @@ import torch
 
 import mtp_kernels
 
+MOST_LINES, MOST_CHARACTERS = 15, 1500  # of what is kept of a failure: its end says what was wrong
+
 
 class Counter:
-    """Counts outcomes by test file, and keeps the names of failures.
+    """Counts outcomes by test file, and keeps the names of failures, with the end of what pytest says of each.
 
     The record is written after every failure and every hundred outcomes: a run that is cut short leaves what it saw,
     with null for its exit code.
@@ -28,7 +30,7 @@ class Counter:
     def __init__(self, about: dict[str, Any], out: Path) -> None:
         self.about, self.out = about, out
         self.outcomes: dict[str, dict[str, int]] = {}
-        self.failed: list[str] = []
+        self.failed: dict[str, str] = {}  # by the name of the test
         self.count = 0
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -37,13 +39,17 @@ class Counter:
             of_file[report.outcome] = of_file.get(report.outcome, 0) + 1
             self.count += 1
             if report.failed:
-                self.failed.append(report.nodeid)
+                self.failed[report.nodeid] = last_lines(report.longreprtext)
             if report.failed or self.count % 100 == 0:
                 self.write(None)
 
     def write(self, exit_code: int | None) -> None:
         record = {**self.about, "exit_code": exit_code, "failed": self.failed, "outcomes": self.outcomes}
         self.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def last_lines(text: str) -> str:
+    return "\n".join(text.rstrip().splitlines()[-MOST_LINES:])[-MOST_CHARACTERS:]
 
 
 def main() -> int:

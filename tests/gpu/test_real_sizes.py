@@ -78,6 +78,7 @@ def test_op(op: str, model: str, variant: str) -> None:
     cases = [("bf16", batch) for batch in BATCHES]
     if bench_of(op).CHECK != "exact":
         cases += [("fp16", 8), ("fp32", 3)]
+    wrong = {}
     for dtype, batch in cases:
         case = Case("op", op, model, batch, variant=variant, dtype=dtype, kv_dtype=dtype, warm=True)
         one = OpProblem(case, torch.device(DEVICE), 0)
@@ -85,7 +86,9 @@ def test_op(op: str, model: str, variant: str) -> None:
         with forced(IMPLEMENTATION):
             got = as_tuple(getattr(torch.ops.mtp, op)(*call.args, **call.kwargs))
         verdict = one.check(0, got)
-        assert verdict.ok, f"{dtype}, batch {batch}: {verdict}"
+        if not verdict.ok:
+            wrong[f"{dtype}, batch {batch}"] = verdict
+    assert not wrong, wrong
 
 
 def test_the_cases_cover_what_they_should() -> None:

@@ -91,6 +91,7 @@ def long_views(weights: AssistantWeights, lengths: list[int], page: int, kv_dtyp
 def test_as_the_kernels_of_triton(page: int, kv_dtype: torch.dtype) -> None:
     """Of lengths around chunks and folds: only sums are rounded otherwise; no key but the visible ones is read."""
     weights = weights_of("small")
+    tokens_around_centroids(weights)
     lengths = [0, 1, 31, 33, 511, 512, 513, 2000, 4099]
     kv = long_views(weights, lengths, page, kv_dtype)
     ids, state, _ = seeds(weights, len(lengths), 3)
@@ -98,10 +99,28 @@ def test_as_the_kernels_of_triton(page: int, kv_dtype: torch.dtype) -> None:
     workspace = _segment.new_workspace(weights, len(lengths))
     got = chain(weights, kv, (ids, state, positions), 1, False, workspace)
     expected = chain(weights, kv, (ids, state, positions), 1, False, None)
-    for one, two in ((got[3], expected[3]), (got[4], expected[4])):
-        assert one.isfinite().all()
-        difference = torch.linalg.vector_norm(one.double() - two.double(), dim=1)
-        assert (difference < 0.01 * torch.linalg.vector_norm(two.double(), dim=1)).all()
+    for name, one, two in (("state", got[4], expected[4]), ("score", got[3], expected[3])):
+        assert one.isfinite().all(), f"{name}s of lengths {[lengths[i] for i in (~one.isfinite()).nonzero()[:, 0]]}"
+        apart = torch.linalg.vector_norm(one.double() - two.double(), dim=1)
+        apart = apart / torch.linalg.vector_norm(two.double(), dim=1)
+        row = int(apart.argmax())
+        column = int((one[row].double() - two[row].double()).abs().argmax())
+        assert (apart < 0.01).all(), (
+            f"{name}s are apart by {apart.tolist()} of their size; row {row} (length {lengths[row]}), column {column}: "
+            f"{one[row, column].item()}, not {two[row, column].item()}; "
+            f"drafts {got[2][row].tolist()}, not {expected[2][row].tolist()}"
+        )
+
+
+def tokens_around_centroids(weights: AssistantWeights) -> None:
+    """Moves the head's rows, in place, to their centroids, as in a trained head.
+
+    Of rows that have nothing to do with their centroids, the best may belong to the last active one. Where that is a
+    near tie, rounding decides whether the best is a candidate at all, and scores are then apart by much more than it.
+    """
+    assert weights.centroids is not None and weights.token_ordering is not None
+    ordering = weights.token_ordering.view(weights.centroids.size(0), -1)
+    weights.lm_head[ordering] = weights.centroids[:, None] + 0.25 * weights.lm_head[ordering]
 
 
 @pytest.mark.parametrize("model", ["small", "E4B"])
@@ -284,7 +303,7 @@ def test_what_is_refused() -> None:
     assert choose_kernels(weights, kv, 9, max_batch=8)[0] == "fused"
     assert _segment.refuses(weights, kv, 65) == "65 rows are more than 64"
     half = AssistantWeights.synthetic(SMALL, dtype=torch.float16, device="cuda")
-    assert _segment.refuses(half, kv, 1) == "weights of torch.float16"
+    assert _segment.refuses(half, kv, 1) == "post_projection of torch.float16"
     seed = seeds(weights, 2, 1)
     with pytest.raises(RuntimeError, match="workspace is not"):
         chain(weights, kv, seed, 1, True, _segment.new_workspace(weights, 1))
