@@ -83,7 +83,7 @@ def test_two_programs_share_an_sm_of_hopper_in_a_chain(name: str, batch: int, pr
 
 
 def test_what_parts_write_and_read_again_is_little() -> None:
-    """In folds, and within 3% of the keys' bytes where a KV head has 2 queries, 4 where it has 4, 7 where it has more."""
+    """In folds, and within 3% of the keys' bytes where a KV head has 2 queries, 4 where it has 4, or else 7."""
     for name in CHECKPOINTS:
         made = launches(name, 1, 1, torch.bfloat16, torch.bfloat16, 90, batch=64, pages=512)
         a = PRESETS[name].attention[1]
