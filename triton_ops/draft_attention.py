@@ -153,8 +153,14 @@ def most_keys(k_cache: Tensor, block_table: Tensor, max_seq_len: int, window_lef
 
 
 def count_chunks(bound: int, c: Config) -> int:
-    """The most chunks that `chunk_size` of the kernels makes of up to `bound` keys."""
-    return min(c.max_chunks, -(-bound // c.block_n), math.ceil(math.sqrt(bound / c.chunk_weight)))
+    """The most chunks that `chunk_size` of the kernels makes of up to `bound` keys.
+
+    Of the largest chunks there are bound / keys. Fewer visible keys in smaller chunks, of m, may be more of them: up to
+    m / chunk_weight, as they are at most m^2 / chunk_weight.
+    """
+    keys = most_keys_a_chunk(bound, c)
+    smaller = math.ceil((keys - c.block_n) / c.chunk_weight)
+    return max(1, min(c.max_chunks, max(-(-bound // keys), smaller)))
 
 
 def most_keys_a_chunk(bound: int, c: Config) -> int:

@@ -81,7 +81,8 @@ def _visible(
     pages = block_table[:, key // page_size].long()  # [batch, keys]
     k, v = (_gathered(cache, pages, key % page_size) for cache in (k_cache, v_cache))
     if k_scale is not None and v_scale is not None:
-        k, v = k.to(q.dtype) * k_scale.to(q.dtype), v.to(q.dtype) * v_scale.to(q.dtype)
+        k_scale, v_scale = (scale.to(q.dtype).view(-1, 1, 1) for scale in (k_scale, v_scale))  # one, or one a KV head
+        k, v = k.to(q.dtype) * k_scale, v.to(q.dtype) * v_scale
     return k, v
 
 

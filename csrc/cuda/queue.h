@@ -6,7 +6,8 @@
 
 namespace mtp::cuda {
 
-constexpr int kWarps = 8;
+constexpr int kLog2Warps = 3;
+constexpr int kWarps = 1 << kLog2Warps;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kQuad = 4;   // pieces that a thread queues, waits for and multiplies at a time
 constexpr int kQuads = 4;  // that are on the way
@@ -29,6 +30,14 @@ __device__ __forceinline__ int first_of_warp(const Product& p) {
   return (static_cast<int>(threadIdx.x) / 32 + kWarps - p.first_warp) % kWarps;
 }
 
+// Of few rows, two units of gate and up at a time are all warps': which of the two units is a warp's, which of its
+// matrices, and which half of the depth.
+__device__ __forceinline__ int unit_of_quarter() { return static_cast<int>(threadIdx.x) / 128; }
+
+__device__ __forceinline__ bool is_up_of_quarter() { return threadIdx.x / 64 % 2 == 1; }
+
+__device__ __forceinline__ int half_of_quarter() { return static_cast<int>(threadIdx.x) / 32 % 2; }
+
 // What a warp reads of weights, in its order: runs of pieces that lie one behind the other in eight rows. Lane r knows
 // run r, counted over all products.
 struct Runs {
@@ -43,17 +52,23 @@ struct Runs {
     for (int i = 0; i < s.num_products; ++i) {
       const Product& p = s.products[i];
       const int units = units_of_block(p);
-      const int first = p.shared ? 0 : first_of_warp(p);
-      const int step = p.shared ? 1 : kWarps;
-      const int sides = p.second != 0 ? 2 : 1;
-      const int here = units > first ? (units - first + step - 1) / step * sides : 0;
+      const int first = p.quartered ? unit_of_quarter() : p.shared ? 0 : first_of_warp(p);
+      const int log2_step = p.quartered ? 1 : p.shared ? 0 : kLog2Warps;
+      const int log2_sides = p.second != 0 && !p.quartered ? 1 : 0;
+      const int here = units > first ? ((units - first + (1 << log2_step) - 1) >> log2_step) << log2_sides : 0;
       if (run >= 0 && run < here) {
-        const int unit =
-            (first_of_block(p) + (first + run / sides * step) * static_cast<int>(gridDim.x)) % p.column_units;
+        int unit = first_of_block(p) + (first + (run >> log2_sides << log2_step)) * static_cast<int>(gridDim.x);
+        if (unit >= p.column_units) {
+          unit %= p.column_units;
+        }
         stride = p.stride;
-        pieces = p.pieces;
+        pieces = p.quartered ? kQuad : p.pieces;
         at = static_cast<const bf16*>(p.weight) + static_cast<int64_t>(unit) * kUnitColumns * stride;
-        at += (p.shared ? warp * pieces * kPieceDepth : 0) + (run % sides == 1 ? p.second : 0);
+        if (p.quartered) {
+          at += (is_up_of_quarter() ? p.second : 0) + half_of_quarter() * kQuad * kPieceDepth;
+        } else {
+          at += (p.shared ? warp * pieces * kPieceDepth : 0) + ((run & log2_sides) != 0 ? p.second : 0);
+        }
       }
       run -= here;
     }

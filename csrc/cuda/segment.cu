@@ -33,6 +33,9 @@ __device__ __forceinline__ float gelu_tanh(float x) {
 }
 
 constexpr int kSums = 2;
+constexpr int kHalves = 2;
+constexpr int kHalfDepth = kHidden / kHalves;  // a quad
+static_assert(kHalfDepth == kQuad * kPieceDepth);
 
 __device__ __forceinline__ float total(const float (&sums)[kSums][4], int k) { return sums[0][k] + sums[1][k]; }
 
@@ -169,6 +172,10 @@ __device__ __forceinline__ float rms_scale(float squares, float eps) {
   return rsqrtf(squares * (1.0f / kHidden) + eps);
 }
 
+__device__ __forceinline__ float added(float x, float more, float scale, float norm, float scalar) {
+  return rounded(__fmaf_rn(more * scale, norm, x) * scalar);
+}
+
 // x = (x + rmsnorm(mail) * norm) * scalar, rounded, of kCount rows from first_row on, a thread a column; then
 // `keep(row, x, normed)` with its own norm. Squares are added over 32 columns as a tree, and these sums in order.
 template <int kCount, int kRows, class Keep>
@@ -213,11 +220,54 @@ __device__ __forceinline__ void take_rows(const Segment& s, const Step& step, ui
       }
       const float scale = rms_scale(sum, s.eps);
       if (turn == 0) {
-        x[k] = rounded((x[k] + more[k] * scale * norm) * step.scalar);
+        x[k] = added(x[k], more[k], scale, norm, step.scalar);
       } else {
         keep(k, x[k], __float2bfloat16(x[k] * scale * norm));
       }
     }
+  }
+}
+
+// The same of as many rows as there are warps, a warp a row, whose lanes have a column of each 32: nobody waits for
+// another warp. Sums are added in the same order.
+template <int kRows, class Keep>
+__device__ __forceinline__ void take_row_of_warp(const Segment& s, const Step& step, uint32_t epoch, float (&x)[kWarps],
+                                                 const Shared<kRows>& shared, Keep keep) {
+  static_assert(kHidden == kWarps * 32 && kRows == kWarps);
+  const int row = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const bool live = row < s.rows;
+  if (step.residual != nullptr) {
+#pragma unroll
+    for (int k = 0; k < kWarps; ++k) {
+      x[k] = live ? __bfloat162float(__ldcg(step.residual + row * kHidden + k * 32 + lane)) : 0.0f;
+    }
+  }
+  float more[kWarps];
+  receive_each<kWarps>(
+      more, epoch, [&](int) { return live; }, [&](int k) { return step.from + row * kHidden + k * 32 + lane; });
+  const auto scale_of = [&](const float (&values)[kWarps]) {
+    float squares[kWarps];
+    float sum = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kWarps; ++k) {
+      squares[k] = warp_sum(values[k] * values[k]);
+    }
+#pragma unroll
+    for (int k = 0; k < kWarps; ++k) {
+      sum += squares[k];
+    }
+    return rms_scale(sum, s.eps);
+  };
+  const float scale = scale_of(more);
+#pragma unroll
+  for (int k = 0; k < kWarps; ++k) {
+    x[k] = added(x[k], more[k], scale, __bfloat162float(shared.norms[step.after][k * 32 + lane]), step.scalar);
+  }
+  const float scale_after = scale_of(x);
+#pragma unroll
+  for (int k = 0; k < kWarps; ++k) {
+    const float norm = __bfloat162float(shared.norms[step.before][k * 32 + lane]);
+    keep(row, k * 32 + lane, x[k], __float2bfloat16(x[k] * scale_after * norm));
   }
 }
 
@@ -234,13 +284,17 @@ __device__ __forceinline__ void leave(const Segment& s, int at, float x, bf16 no
 template <int kRows>
 __device__ __forceinline__ void take_in(const Segment& s, const Step& step, uint32_t epoch,
                                         float (&x)[Shared<kRows>::kOwnRows], Shared<kRows>& shared) {
-  if constexpr (kRows <= 8) {
-    take_rows(s, step, epoch, 0, x, shared, [&](int row, float value, bf16 normed) {
-      shared.normed[row][threadIdx.x] = normed;
-      if (step.last && row < s.rows && row == static_cast<int>(blockIdx.x)) {
-        leave(s, row * kHidden + threadIdx.x, value, normed);
-      }
-    });
+  const auto keep_here = [&](int row, int column, float value, bf16 normed) {
+    shared.normed[row][column] = normed;
+    if (step.last && row < s.rows && row == static_cast<int>(blockIdx.x)) {
+      leave(s, row * kHidden + column, value, normed);
+    }
+  };
+  if constexpr (kRows == 1) {
+    take_rows(s, step, epoch, 0, x, shared,
+              [&](int, float value, bf16 normed) { keep_here(0, threadIdx.x, value, normed); });
+  } else if constexpr (kRows == kWarps) {
+    take_row_of_warp(s, step, epoch, x, shared, keep_here);
   } else {
     const int row = blockIdx.x;
     if (row < s.rows) {
@@ -270,7 +324,7 @@ __device__ __forceinline__ void take_in(const Segment& s, const Step& step, uint
   __syncthreads();
 }
 
-// Products of the normed rows, a unit a warp.
+// Products of the normed rows, a unit a warp. The halves of the depth are summed apart, as where they are two warps'.
 template <int kRows>
 __device__ __forceinline__ void project(const Segment& s, int number, uint32_t epoch, Queue& queue,
                                         Shared<kRows>& shared) {
@@ -283,19 +337,19 @@ __device__ __forceinline__ void project(const Segment& s, int number, uint32_t e
     float y[tiles(kRows)][4], gate[tiles(kRows)][4];
 #pragma unroll 1
     for (int side = 0; side < (p.second != 0 ? 2 : 1); ++side) {
-      float sums[tiles(kRows)][kSums][4] = {};
 #pragma unroll 1
-      for (int piece = 0; piece < kHidden / kPieceDepth; piece += kQuad) {
+      for (int half = 0; half < kHalves; ++half) {
+        float sums[tiles(kRows)][kSums][4] = {};
         uint4 weight[kQuad];
         queue.pop(weight);
-        multiply_all<kRows>(sums, &shared.normed[0][piece * kPieceDepth], kHidden + kPad, weight);
-      }
+        multiply_all<kRows>(sums, &shared.normed[0][half * kHalfDepth], kHidden + kPad, weight);
 #pragma unroll
-      for (int tile = 0; tile < tiles(kRows); ++tile) {
+        for (int tile = 0; tile < tiles(kRows); ++tile) {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          gate[tile][k] = y[tile][k];
-          y[tile][k] = total(sums[tile], k);
+          for (int k = 0; k < 4; ++k) {
+            gate[tile][k] = half == 0 ? y[tile][k] : gate[tile][k];
+            y[tile][k] = half == 0 ? total(sums[tile], k) : y[tile][k] + total(sums[tile], k);
+          }
         }
       }
     }
@@ -330,6 +384,43 @@ __device__ __forceinline__ void project(const Segment& s, int number, uint32_t e
   }
 }
 
+// The gated activations of few rows: each warp has half the depth of one matrix of one of two units.
+template <int kRows>
+__device__ __forceinline__ void project_quarters(const Segment& s, uint32_t epoch, Queue& queue,
+                                                 Shared<kRows>& shared) {
+  const Product& p = s.products[kGateUp];
+  const int lane = threadIdx.x % 32;
+  const int count = units_of_block(p);
+#pragma unroll 1
+  for (int i = 0; i < count; i += 2) {
+    if (i + unit_of_quarter() < count) {
+      float sums[1][kSums][4] = {};
+      uint4 weight[kQuad];
+      queue.pop(weight);
+      multiply_all<kRows>(sums, &shared.normed[0][half_of_quarter() * kHalfDepth], kHidden + kPad, weight);
+      if (kRows > 1 || lane < 4) {
+        float* to = &shared.warps[threadIdx.x / 32].sums[row_of_lane<kRows>(0, 0)][lane % 4 * 2];
+        *reinterpret_cast<float2*>(to) = make_float2(total(sums[0], 0), total(sums[0], 1));
+      }
+    }
+    __syncthreads();
+    const int row = threadIdx.x / 8, unit = threadIdx.x / 4 % 2, column = threadIdx.x % 4 * 2;
+    if (row < s.rows && i + unit < count) {
+      const auto both_halves = [&](int side) {
+        const auto* const halves = &shared.warps[unit * 4 + side * 2];
+        const float2 one = *reinterpret_cast<const float2*>(&halves[0].sums[row][column]);
+        const float2 two = *reinterpret_cast<const float2*>(&halves[1].sums[row][column]);
+        return make_float2(one.x + two.x, one.y + two.y);
+      };
+      const float2 gate = both_halves(0), up = both_halves(1);
+      const int n = (first_of_block(p) + (i + unit) * static_cast<int>(gridDim.x)) * kUnitColumns + column;
+      post(s.mail_inner + (static_cast<int64_t>(row) * p.columns + n) / 2,
+           word(pack(gelu_tanh(gate.x) * up.x, gelu_tanh(gate.y) * up.y), epoch));
+    }
+    __syncthreads();
+  }
+}
+
 template <int kRows>
 __global__ void __launch_bounds__(kThreads, 1) run_segment(const __grid_constant__ Segment s) {
   extern __shared__ __align__(16) unsigned char memory[];
@@ -337,24 +428,30 @@ __global__ void __launch_bounds__(kThreads, 1) run_segment(const __grid_constant
   let_others_start();
   // Weights are never written, and lengths not by a kernel, so they may be read before the kernels in front have ended;
   // nothing else may.
-  Queue queue(s, memory + sizeof(shared));
   const void* norms[4] = {s.post_attention_norm, s.pre_feedforward_norm, s.post_feedforward_norm, s.next_norm};
+  bf16 elements[4];  // on their way while the queue is made
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    shared.norms[i][threadIdx.x] = static_cast<const bf16*>(norms[i])[threadIdx.x];
+    elements[i] = static_cast<const bf16*>(norms[i])[threadIdx.x];
   }
   const float scalar = s.layer_scalar == nullptr ? 1.0f : __bfloat162float(*static_cast<const bf16*>(s.layer_scalar));
-  if (static_cast<int>(threadIdx.x) < s.rows && s.attention.partial != nullptr) {
-    const Attention& a = s.attention;
-    const int row = threadIdx.x;
-    shared.chunks[row] = count_chunks(a, a.rows_each == 1 ? row : row / a.rows_each);
+  const Attention& a = s.attention;
+  const bool counts = static_cast<int>(threadIdx.x) < s.rows && a.partial != nullptr;
+  const int64_t length = counts ? length_of(a, threadIdx.x) : 0;
+  Queue queue(s, memory + sizeof(shared));
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    shared.norms[i][threadIdx.x] = elements[i];
+  }
+  if (counts) {
+    shared.chunks[threadIdx.x] = count_chunks(a, length);
   }
   __syncthreads();
   wait_for_others();
   uint32_t epoch = *static_cast<volatile uint32_t*>(s.epoch) + 1;
   epoch += epoch == 0;  // that of words which nobody has written yet
 
-  merge(s, epoch, shared);
+  merge<kRows <= 1 ? 1 : kRows <= 8 ? 2 : 4>(s, epoch, shared);
   float x[Shared<kRows>::kOwnRows];
 #pragma unroll 1
   for (int half = 0; half < 2; ++half) {
@@ -371,6 +468,12 @@ __global__ void __launch_bounds__(kThreads, 1) run_segment(const __grid_constant
     if (last && blockIdx.x == 0 && threadIdx.x == 0) {
       *static_cast<volatile uint32_t*>(s.epoch) =
           epoch;  // every block had to read it before a row of this mail was full
+    }
+    if constexpr (kRows <= 8) {
+      if (!last) {
+        project_quarters(s, epoch, queue, shared);
+        continue;
+      }
     }
 #pragma unroll 1
     for (int number = last ? kNext : kGateUp; number < (last ? s.num_products : kDown); ++number) {

@@ -23,10 +23,11 @@ struct Product {
   int64_t second = 0;  // elements between a row of gate and the row of up that belongs to it; 0 otherwise
   int columns = 0;     // of the result
   int column_units = 0;
-  int pieces = 0;       // of one warp's share of the depth
-  bool shared = false;  // whether the warps of a block share the depth; else each has units of its own
-  int units_each = 0;   // units of a block,
-  int units_more = 0;   // and how many blocks have one more
+  int pieces = 0;          // of one warp's share of the depth
+  bool shared = false;     // whether the warps of a block share the depth; else each has units of its own,
+  bool quartered = false;  // or quarters of them
+  int units_each = 0;      // units of a block,
+  int units_more = 0;      // and how many blocks have one more
   int first_block = 0;
   int first_warp = 0;  // where a warp has units of its own
 };

@@ -103,7 +103,7 @@ int runs_of_a_warp(const Segment& s) {
   for (int i = 0; i < s.num_products; ++i) {
     const Product& p = s.products[i];
     const int units = p.units_each + (p.units_more > 0 ? 1 : 0);
-    runs += p.shared ? units : (units + 7) / 8 * (p.second != 0 ? 2 : 1);
+    runs += p.shared ? units : p.quartered ? (units + 1) / 2 : (units + 7) / 8 * (p.second != 0 ? 2 : 1);
   }
   return runs;
 }
@@ -158,6 +158,7 @@ void segment(Tensor attended, std::optional<Tensor> partial, std::optional<Tenso
   s.products[kOutput] = product(o_proj, "o_proj", hidden, columns, groups, blocks);
   s.products[kGateUp] = product(gate_up, "gate_up", 2 * inner, hidden, 0, blocks);
   s.products[kGateUp].second = inner * gate_up.stride(0);
+  s.products[kGateUp].quartered = rows <= 8;
   set_columns(s.products[kGateUp], inner, 1, blocks);
   s.products[kDown] = product(down, "down", hidden, inner, groups, blocks);
   s.products[kDown].first_block = static_cast<int>(hidden / kUnitColumns * groups % blocks);  // behind those of o_proj
