@@ -58,10 +58,11 @@ class CapturedDraft:
         root_positions: False for a chain that needs no draft_positions.
         private: kernels that cross the borders of ops and start before the one in front has ended, where they serve:
             on a GPU, of small assistants with a centroid head (E2B, E4B), all that lies between two attentions in one
-            CUDA launch ("segments": bf16, max_batch * topk up to 64), else Triton kernels ("fused"); on a CPU whole
-            steps in one call ("step"). False for the ops as draft() calls them ("ops"). `kernels` says what runs, and
-            `reason` why nothing faster does. Those of a GPU round sums in another order than the ops; a CPU's steps
-            have their bits.
+            CUDA launch ("segments": bf16, max_batch * topk up to 64), else Triton kernels ("fused"); of assistants with
+            a dense head (12B, 26B-A4B, 31B; max_batch * topk up to 8) Triton kernels that keep the memory busy ("fused"
+            too); on a CPU whole steps in one call ("step"). False for the ops as draft() calls them ("ops"). `kernels`
+            says what runs, and `reason` why nothing faster does. Those of a GPU round sums in another order than the
+            ops; a CPU's steps have their bits.
         suppress_ids: as for draft(); the tensor is captured: what is written into it holds from the next replay on.
 
     Raises:
@@ -329,9 +330,9 @@ def choose_kernels(
         from . import _segment, fused
     except ImportError as error:
         return OPS, str(error)
-    if why := fused.refuses(weights, kv, topk):
+    if why := fused.refuses(weights, kv, topk, max_batch):
         return OPS, why
-    why = _segment.refuses(weights, kv, max_batch * topk)
+    why = "the head is dense" if weights.centroids is None else _segment.refuses(weights, kv, max_batch * topk)
     return (FUSED, why) if why else (SEGMENTS, "")
 
 

@@ -1,9 +1,10 @@
 """A draft round on private kernels that cross the borders of ops: a few launches a layer instead of draft()'s ten.
 
 For assistants with a small hidden size and a centroid head (E2B, E4B), whose steps take as long as their launches: on
-Triton kernels alone, or with a workspace on segments (_segment.py), in CUDA. Where `refuses` says nothing,
-`draft_chain` and `draft_tree` give what draft() gives, but for the rounding of sums in another order. Imports Triton,
-so import this only where that is wanted.
+Triton kernels alone, or with a workspace on segments (_segment.py), in CUDA. For those with a dense head (12B, 26B-A4B,
+31B), whose steps wait for memory: for few rows, on kernels that keep it busy (_dense_round.py). Where `refuses` says
+nothing, `draft_chain` and `draft_tree` give what draft() gives, but for the rounding of sums in another order. Imports
+Triton, so import this only where that is wanted.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _segment, _triton
+from . import _dense_round, _segment, _triton
 from .draft import DraftTree, num_candidates
 from .kv_view import KVView
 from .ops.centroid_topk import serves as serves_head
 from .ops.draft_attention import triton_serves
+from .ops.lm_head_topk import serves as serves_dense_head
 from .triton_ops import _round, draft_attention
 from .triton_ops._centroids import candidate_launch, pieces, rank_launch
 from .triton_ops._launch import Launch, capability
@@ -59,35 +61,42 @@ class Drafter:
     workspace: Tensor | None = None
 
 
-def refuses(weights: AssistantWeights, kv: Mapping[str, KVView], topk: int) -> str:
-    """Why these kernels do not serve, or ""."""
-    if weights.centroids is None:
-        return "the head is dense"
-    hidden, centroids = weights.hidden, weights.centroids.size(0)
-    if hidden > _round.MOST_HIDDEN or hidden & (hidden - 1) or hidden < 16:
-        return f"hidden {hidden} is not a power of 2 from 16 to {_round.MOST_HIDDEN}"
+def refuses(weights: AssistantWeights, kv: Mapping[str, KVView], topk: int, max_batch: int = 1) -> str:
+    """Why these kernels do not serve rounds of up to max_batch requests, or ""."""
+    hidden, dense = weights.hidden, weights.centroids is None
+    most = _dense_round.MOST_HIDDEN if dense else _round.MOST_HIDDEN
+    if hidden > most or hidden & (hidden - 1) or hidden < 16:
+        return f"hidden {hidden} is not a power of 2 from 16 to {most}"
     if weights.device.type != "cuda" and not _triton.interpreting():
         return f"no Triton on {weights.device.type}"
     if weights.dtype.itemsize != 2 and weights.device.type == "cuda":
         return "fp32"
+    if dense and max_batch * topk > _dense_round.MOST_ROWS:
+        return f"{max_batch * topk} rows of a dense head are more than {_dense_round.MOST_ROWS}"
     if topk > 64:
         return "topk above 64"
-    assert weights.token_ordering is not None
-    head = (weights.norm, weights.centroids, weights.token_ordering, weights.lm_head, weights.num_active, topk)
-    why = serves_head(*head)
-    if why:
+    if why := _refuses_head(weights, topk):
         return why
-    columns = [weights.backbone, *(n for layer in weights.layers for n in (layer.q_proj.size(0), layer.down.size(1)))]
-    if any(n % 16 for n in columns) or centroids % 16:
-        return "a projection whose columns are no multiple of 16"
     for layer in weights.layers:
         if layer.layer_type not in kv:
             return f"no view for {layer.layer_type}"
         view = kv[layer.layer_type]
         q = weights.lm_head.new_empty((1, topk, layer.num_qo_heads, layer.head_dim), device="meta")
-        why = triton_serves(q, view.k_cache)
-        if why:
+        if why := triton_serves(q, view.k_cache):
             return why
+    return ""
+
+
+def _refuses_head(weights: AssistantWeights, topk: int) -> str:
+    if weights.centroids is None:
+        return serves_dense_head(weights.norm, weights.lm_head, topk)
+    assert weights.token_ordering is not None
+    head = (weights.norm, weights.centroids, weights.token_ordering, weights.lm_head, weights.num_active, topk)
+    if why := serves_head(*head):
+        return why
+    columns = [weights.backbone, *(n for layer in weights.layers for n in (layer.q_proj.size(0), layer.down.size(1)))]
+    if any(n % 16 for n in columns) or weights.centroids.size(0) % 16:
+        return "a projection whose columns are no multiple of 16"
     return ""
 
 
@@ -154,6 +163,8 @@ def _step(
     drafter: Drafter, batch: int, rows: int, state: Tensor, source: dict[str, Any], depth: int
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """One step: (normed [batch * rows, hidden], state [batch, rows, backbone], the head's partial lists)."""
+    if drafter.weights.centroids is None:
+        return _dense_step(drafter, batch, rows, state, source, depth)
     weights, early, emit = drafter.weights, drafter.early, drafter.emit
     total = batch * rows
     launch, x = _round.pre(
@@ -193,6 +204,22 @@ def _step(
         )
     )
     return normed, after, parts
+
+
+def _dense_step(
+    drafter: Drafter, batch: int, rows: int, state: Tensor, source: dict[str, Any], depth: int
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """_step of an assistant with a dense head."""
+    early = drafter.early
+
+    def attend(layer: LayerWeights, q: Tensor) -> Tensor:
+        launches, attended = _attention(drafter, layer, q)
+        kv = drafter.kv[layer.layer_type]
+        for launch in launches:
+            drafter.emit(_dense_round.overlap(launch, early, kv.k_cache, kv.v_cache))
+        return attended
+
+    return _dense_round.step(drafter.weights, batch, rows, state, source, depth, early, attend, drafter.emit)
 
 
 def _segments(

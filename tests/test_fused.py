@@ -22,6 +22,7 @@ from mtp_kernels.weights import PRESETS, AssistantConfig
 OP = "draft_attention"  # where that has a Triton kernel, so has the round
 TRITON = pytest.mark.parametrize("implementation", ["triton"])
 ON = pytest.mark.parametrize("device", DEVICES)
+HEAD = pytest.mark.parametrize("head", ["centroids", "dense"])
 
 
 def config() -> AssistantConfig:
@@ -29,8 +30,9 @@ def config() -> AssistantConfig:
     return replace(PRESETS["tiny"], backbone=48, num_centroids=16, num_active=4)
 
 
-def weights_of(device: str, dtype: torch.dtype) -> AssistantWeights:
-    return AssistantWeights.synthetic(config(), dtype=dtype).to(device)
+def weights_of(device: str, dtype: torch.dtype, head: str = "centroids") -> AssistantWeights:
+    model = config() if head == "centroids" else PRESETS["tiny-dense"]
+    return AssistantWeights.synthetic(model, dtype=dtype).to(device)
 
 
 def dtypes(device: str) -> list[torch.dtype]:
@@ -53,8 +55,11 @@ def chain(
 
 @TRITON
 @ON
-@pytest.mark.parametrize("rows", [1, 3, 9])  # a warp a program, four warps, sums in a kernel of their own
-def test_chain(implementation: str, device: str, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("head", "rows"),  # a warp a program, four warps, sums in a kernel of their own; one row of a tile, some, all
+    [*(("centroids", rows) for rows in (1, 3, 9)), *(("dense", rows) for rows in (1, 3, 8))],
+)
+def test_chain(implementation: str, device: str, head: str, rows: int) -> None:
     """In fp64 the ids of the two are those of one model: fed back, they must have the largest logits.
 
     Keys are small: at a deviation of 1 attention is nearly a choice of one key, and rounding decides which, for public
@@ -63,7 +68,7 @@ def test_chain(implementation: str, device: str, rows: int) -> None:
     from mtp_kernels.bench.oracle import check_round, check_steps
 
     for dtype in dtypes(device):
-        weights = weights_of(device, dtype)
+        weights = weights_of(device, dtype, head)
         kv = {
             name: replace(v, k_cache=v.k_cache * 0.1, seq_lens=torch.full_like(v.seq_lens, 21))
             for name, v in views(weights, rows).items()
@@ -82,13 +87,14 @@ def test_chain(implementation: str, device: str, rows: int) -> None:
 
 @TRITON
 @ON
-def test_tree(implementation: str, device: str) -> None:
+@HEAD
+def test_tree(implementation: str, device: str, head: str) -> None:
     from mtp_kernels.bench.oracle import check_round
 
     from mtp_kernels import fused
 
     for dtype in dtypes(device):
-        weights = weights_of(device, dtype)
+        weights = weights_of(device, dtype, head)
         kv = {name: replace(v, seq_lens=torch.full_like(v.seq_lens, 9)) for name, v in views(weights, 2).items()}
         ids, state, positions = seeds(weights, 2, 2)
         positions = torch.full_like(positions, 9)
@@ -99,10 +105,11 @@ def test_tree(implementation: str, device: str) -> None:
 
 @TRITON
 @ON
-def test_lengths_of_zero_and_garbage_behind_them(implementation: str, device: str) -> None:
+@HEAD
+def test_lengths_of_zero_and_garbage_behind_them(implementation: str, device: str, head: str) -> None:
     """A padded request reads no page, and its neighbour does not notice."""
     dtype = dtypes(device)[0]
-    weights = weights_of(device, dtype)
+    weights = weights_of(device, dtype, head)
     kv = views(weights, 2)
     kv = {name: replace(view, seq_lens=torch.tensor([7, 0], device=device)) for name, view in kv.items()}
     for view in kv.values():
@@ -115,10 +122,30 @@ def test_lengths_of_zero_and_garbage_behind_them(implementation: str, device: st
         torch.testing.assert_close(one[:1], two)
 
 
+@TRITON
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize(("dtype", "rows"), [(torch.float32, 8), (torch.float16, 3)])
+@pytest.mark.parametrize("hidden", [64, 512])  # of one row of weights a warp has all columns, or some
+def test_dense_rows_are_multiplied_alone(
+    implementation: str, device: str, dtype: torch.dtype, rows: int, hidden: int
+) -> None:
+    """As many rows as a tile has, and 16 bits, in the interpreter; bits are a GPU's to show."""
+    model = replace(PRESETS["tiny-dense"], hidden=hidden, num_qo_heads=hidden // 32)
+    weights = AssistantWeights.synthetic(model, dtype=dtype)
+    kv = {name: replace(v, k_cache=v.k_cache * 0.1) for name, v in views(weights, rows).items()}
+    seed = seeds(weights, rows, 6)
+    together = chain(weights, kv, seed, 1)
+    for i in (0, 2, rows - 1):
+        alone = chain(weights, some(kv, slice(i, i + 1)), tuple(s[i : i + 1] for s in seed), 1)
+        for one, two in zip(together, alone):
+            torch.testing.assert_close(one[i : i + 1], two)
+
+
 def test_reasons() -> None:
     """On a CPU without the interpreter, the library's whole step."""
     weights = AssistantWeights.synthetic("tiny-dense", dtype=torch.float32)
-    assert choose_kernels(weights, views(weights, 1), 1) in (("step", ""), ("ops", "the head is dense"))
+    kernels, reason = choose_kernels(weights, views(weights, 1), 1)
+    assert (kernels, reason) in (("step", ""), ("fused", "the head is dense")) or (kernels == "ops" and reason)
     runner = CapturedDraft(weights, views(weights, 1), 1, private=False)
     assert (runner.kernels, runner.reason) == ("ops", "private=False")
 
@@ -135,6 +162,13 @@ def test_chooses(implementation: str, device: str) -> None:
     for model, topk, why in (
         (weights, 65, "topk above 64"),
         (odd, 1, "a projection whose columns are no multiple of 16"),
-        (dense, 1, "the head is dense"),
     ):
         assert choose_kernels(model, views(model, 1), topk) == ("ops", why)
+    for batch, topk in ((8, 1), (2, 4), (1, 8)):
+        assert choose_kernels(dense, views(dense, 1), topk, None, batch) == ("fused", "the head is dense")
+    for batch, topk, rows in ((9, 1, 9), (3, 4, 12), (2, 8, 16)):
+        why = f"{rows} rows of a dense head are more than 8"
+        assert choose_kernels(dense, views(dense, 1), topk, None, batch) == ("ops", why)
+    wide = AssistantWeights.synthetic(replace(PRESETS["tiny-dense"], hidden=2048, num_qo_heads=4), dtype=dtype)
+    why = "hidden 2048 is not a power of 2 from 16 to 1024"
+    assert choose_kernels(wide.to(device), views(wide, 1), 1) == ("ops", why)

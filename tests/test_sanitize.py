@@ -77,4 +77,4 @@ def test_ok_needs_no_error_every_test_and_a_tool_that_sees(
 
 def test_collects_the_small_tests(sanitize: ModuleType) -> None:
     names = sanitize.collect(["-k", "test_private_kernels"])
-    assert len(names) == 6 and all("test_small.py::test_private_kernels[" in name for name in names)
+    assert len(names) == 12 and all("test_small.py::test_private_kernels[" in name for name in names)

@@ -1,6 +1,8 @@
-"""A round's private kernels compile for every architecture, at the sizes of E2B and E4B; they start early on sm_90."""
+"""A round's private kernels compile for every architecture, at the checkpoints' sizes; they start early on sm_90."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from mtp_kernels import AssistantWeights, KVView
 from mtp_kernels.fused import Drafter, draft_chain
 
 PAGE = 16
+DENSE = ("pre_dense", "linear_dense")  # projections
 
 
 def launches(model: str, batch: int, context: int, early: bool) -> list[Launch]:
@@ -22,7 +25,7 @@ def launches(model: str, batch: int, context: int, early: bool) -> list[Launch]:
         cache = torch.empty(batch * context // PAGE, PAGE, heads, dim, dtype=torch.bfloat16, device="meta")
         table = torch.empty(batch, context // PAGE, dtype=torch.int32, device="meta")
         lengths = torch.empty(batch, dtype=torch.int32, device="meta")
-        window = 511 if layer.layer_type == "sliding_attention" else -1
+        window = weights.config.sliding_window - 1 if layer.layer_type == "sliding_attention" else -1
         kv[layer.layer_type] = KVView(cache, cache, table, lengths, window_left=window)
     ids = torch.empty(batch, dtype=torch.int64, device="meta")
     state = torch.empty(batch, weights.backbone, dtype=torch.bfloat16, device="meta")
@@ -68,3 +71,71 @@ def test_weights_are_read_before_the_wait() -> None:
 def test_launches_of_a_step(model: str) -> None:
     """28 a step for up to 8 requests, 9 more where sums have a kernel of their own; one finishes the round."""
     assert [len(launches(model, batch, 1024, True)) for batch in (1, 8, 9)] == [57, 57, 75]
+
+
+@pytest.mark.parametrize(("arch", "batch"), [(80, 8), (90, 1), (90, 2), (90, 4), (90, 8), (100, 8), (120, 8)])
+def test_dense_compiles(arch: int, batch: int) -> None:
+    for launch in kinds(launches("31B", batch, 1024, early=arch >= 90)):
+        name = launch.kernel.fn.__name__
+        if name not in DENSE and arch != 90:
+            continue
+        compiled = compile_launch(launch, arch)
+        assert compiled.shared <= SHARED_LIMIT[arch], name
+        assert arch != 90 or compiled.spill_stores == 0, name
+        assert ("griddepcontrol.wait" in compiled.ptx) == (arch >= 90), name
+        if name in DENSE:  # one kind of instruction for any number of rows, on any GPU
+            assert "mma.sync" in compiled.ptx, name
+            assert "wgmma" not in compiled.ptx and "tcgen05" not in compiled.ptx, name
+
+
+@pytest.mark.parametrize("model", ["12B", "26B-A4B"])
+def test_other_dense_sizes_compile(model: str) -> None:
+    for launch in kinds(launches(model, 1, 1024, early=True)):
+        if launch.kernel.fn.__name__ in DENSE:
+            compiled = compile_launch(launch, 90)
+            assert compiled.shared <= SHARED_LIMIT[90] and compiled.spill_stores == 0, launch.constants
+
+
+def test_dense_weights_are_read_before_the_wait() -> None:
+    """A tile of 64 KB, 16 bytes a thread and load, or the first rows asked for; nothing is written, or multiplied."""
+    asked = set()
+    for launch in kinds(launches("31B", 1, 1024, True)):
+        name = launch.kernel.fn.__name__
+        if name not in (*DENSE, "stream_kernel", "attend"):
+            continue
+        before, _, after = compile_launch(launch, 90).ptx.partition("griddepcontrol.wait")
+        asked |= {name} if "cp.async.bulk.prefetch.L2.global" in before else set()
+        assert "bulk.prefetch" not in after, name
+        assert "st.global" not in before and "mma.sync" not in before, name
+        if name in DENSE:
+            assert len(re.findall(r"ld\.global\S*\.v4", before)) >= 32, name
+    assert asked == {"stream_kernel", "attend", "linear_dense"}
+
+
+def test_rows_of_a_dense_tile_lie_in_different_banks() -> None:
+    """Else eight rows that a matrix instruction's load reads would lie in the same ones."""
+    for launch in kinds(launches("31B", 1, 1024, True)):
+        if launch.kernel.fn.__name__ in DENSE:
+            found = re.findall(r"local_alloc.*tensor<\d+x\d+x256xbf16.*-> !ttg.memdesc<.*, #(\w+), #smem", (
+                code := compile_launch(launch, 90).ttgir
+            ))
+            for name in found:
+                order = re.search(rf"^#{name} = .*maxPhase = (\d+), order = \[(.*)\]", code, re.MULTILINE)
+                assert order and order.groups() == ("8", "2, 1, 0"), launch.kernel.fn.__name__
+            assert found or not launch.constants["HOLD"]
+
+
+def test_tiles_of_dense_weights_follow_their_sizes_alone() -> None:
+    """The same programs for any number of rows, but for how many of them are the batch's."""
+
+    def shapes(batch: int) -> list[tuple[object, ...]]:
+        found = [one for one in launches("31B", batch, 1024, True) if one.kernel.fn.__name__ in DENSE]
+        return [(one.grid, {k: v for k, v in one.constants.items() if k != "BLOCK_M"}) for one in found]
+
+    assert shapes(1) == shapes(2) == shapes(3) == shapes(8)
+
+
+@pytest.mark.parametrize("model", ["12B", "26B-A4B", "31B"])
+def test_launches_of_a_dense_step(model: str) -> None:
+    """36 a step; one finishes the round."""
+    assert [len(launches(model, batch, 1024, True)) for batch in (1, 4)] == [73, 73]

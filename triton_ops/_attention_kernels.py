@@ -19,6 +19,7 @@ import triton.language as tl
 
 from ._attention_math import decode_fp8, sincos, tanh
 from ._early import let_others_start, wait_for_others
+from ._prefetch import prefetch
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -152,6 +153,20 @@ def load_tile(k_head, v_head, table, key, end, page_size, num_pages, k_stride_pa
 
 
 @triton.jit
+def prefetch_keys(k_head, v_head, table, begin, end, page_size, num_pages, k_stride_page, k_stride_slot, v_stride_page,
+                  v_stride_slot, HEAD_DIM: tl.constexpr, LOG2_PAGE: tl.constexpr):
+    """Asks L2 for K and V of the first 64 keys from `begin` on, of which there is one at least."""
+    BYTES: tl.constexpr = HEAD_DIM * (k_head.dtype.element_ty.primitive_bitwidth // 8)
+    key = begin + tl.arange(0, 64)
+    page = find_pages(table, key, end, page_size, num_pages, LOG2_PAGE)
+    slot = (key % page_size if LOG2_PAGE < 0 else key & ((1 << LOG2_PAGE) - 1)).to(tl.int64)
+    k_at = (k_head + page * k_stride_page + slot * k_stride_slot).to(tl.int64)[:, None]
+    v_at = (v_head + page * v_stride_page + slot * v_stride_slot).to(tl.int64)[:, None]
+    is_value = (tl.arange(0, 2) == 1)[None, :]  # K or V of a key a thread
+    prefetch(tl.where(is_value, v_at, k_at), (key < end)[:, None] & (is_value | True), BYTES)
+
+
+@triton.jit
 def attend_tile(k_one, k_two, v_one, v_two, seen, q_one, q_two, top, total, y_one, y_two, scale, logits_soft_cap,
                 SOFT_CAP: tl.constexpr, dtype: tl.constexpr):
     """Maximum, sum and average with the keys of a tile."""
@@ -188,12 +203,13 @@ def attend(
     logits_soft_cap, eps,
     HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
     SLABS: tl.constexpr, CHUNKS: tl.constexpr, LOG2_PAGE: tl.constexpr, SOFT_CAP: tl.constexpr, STAGES: tl.constexpr,
-    ONE_TILE: tl.constexpr, EARLY: tl.constexpr,
+    ONE_TILE: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr,
 ):
     """Grid (batch * num_kv_heads * row blocks, parts). A part is CHUNKS chunks, in one loop over their tiles.
 
     ONE_TILE: a part is a chunk that never has more than BLOCK_N keys; then these are on their way before the queries
-    are waited for. The cache is the target's, which no kernel of a round writes.
+    are waited for. The cache is the target's, which no kernel of a round writes. PREFETCH: L2 is asked for the first of
+    a part's keys.
     """
     let_others_start(EARLY)
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -220,6 +236,9 @@ def attend(
     n = tl.arange(0, BLOCK_N)
     i = tl.arange(0, HALF)
     k_head, v_head = k_ptr + head.to(tl.int64) * k_stride_head, v_ptr + head.to(tl.int64) * v_stride_head
+    if PREFETCH and begin < end:
+        prefetch_keys(k_head, v_head, table, begin, end, page_size, num_pages, k_stride_page, k_stride_slot,
+                      v_stride_page, v_stride_slot, HEAD_DIM, LOG2_PAGE)
     if ONE_TILE:
         k_one, k_two, v_one, v_two, seen = load_tile(
             k_head, v_head, table, begin + n, end, page_size, num_pages, k_stride_page, k_stride_slot, v_stride_page,

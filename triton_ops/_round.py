@@ -84,7 +84,25 @@ def pre(
     block_n, warps = tile(hidden)
     block_k = next((size for size in (128, 64) if backbone % (size * PRE_SPLITS) == 0), 16)
     splits = min(PRE_SPLITS, triton.cdiv(backbone, block_k))
-    output = _workspace(state, rows, 2 * splits, hidden)
+    output = new_partials(state, rows, 2 * splits, hidden)
+    args, constants = source_arguments(
+        embed, embed_scale, state, token_ids, row_index, parts, ids_out, logprobs_out
+    )
+    args |= {"weight": weight, "weight_stride": weight.stride(0), "output": output, "num_rows": rows}
+    constants |= {
+        "N": hidden, "K": backbone, "HALF_SPLITS": splits,
+        "BLOCKS": triton.cdiv(triton.cdiv(backbone, block_k), splits), "BLOCK_M": block_rows(rows),
+        "BLOCK_N": block_n, "BLOCK_K": block_k, "EARLY": early,
+    }
+    grid = (_row_blocks(rows), hidden // block_n, 2 * splits)
+    return Launch(pre_round, grid, args, constants, num_warps=warps, early=early), Pending(output)
+
+
+def source_arguments(
+    embed: Tensor, embed_scale: float, state: Tensor, token_ids: Tensor | None, row_index: Tensor | None,
+    parts: dict[str, Tensor] | None, ids_out: Tensor | None, logprobs_out: Tensor | None
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Arguments and constants that say which rows pre_project multiplies."""
     num_parts = 0 if parts is None else parts["part_values"].size(1)
     given = dict.fromkeys(("part_values", "part_orders", "part_max", "part_sum")) if parts is None else parts
     args = {
@@ -93,17 +111,12 @@ def pre(
         "ids_out": ids_out, "logprobs_out": logprobs_out, "out_stride": 0 if ids_out is None else ids_out.stride(0),
         "embed": embed, "embed_stride": embed.stride(0), "embed_scale": float(embed_scale),
         "state": state, "state_stride": state.stride(1) if state.size(0) == 1 else state.stride(0) // state.size(1),
-        "weight": weight, "weight_stride": weight.stride(0), "output": output, "num_rows": rows,
         "rows_each": 1 if token_ids is None else token_ids.size(1), "prev_rows": state.size(1),
     }
     constants = {
-        "VOCAB": embed.size(0), "N": hidden, "K": backbone, "HALF_SPLITS": splits,
-        "BLOCKS": triton.cdiv(triton.cdiv(backbone, block_k), splits), "PARTS": num_parts,
-        "BLOCK_P": triton.next_power_of_2(max(1, num_parts)), "BLOCK_M": block_rows(rows), "BLOCK_N": block_n,
-        "BLOCK_K": block_k, "EARLY": early,
+        "VOCAB": embed.size(0), "PARTS": num_parts, "BLOCK_P": triton.next_power_of_2(max(1, num_parts)),
     }
-    grid = (_row_blocks(rows), hidden // block_n, 2 * splits)
-    return Launch(pre_round, grid, args, constants, num_warps=warps, early=early), Pending(output)
+    return args, constants
 
 
 def norm_linear(
@@ -147,7 +160,7 @@ def linear(x: Tensor, weight: Tensor, *, early: bool = False) -> tuple[Launch, P
     columns = weight.size(0)
     block_n, warps = tile(columns)
     block_k = next(size for size in (SPLIT_K, 64, 16) if inner % size == 0)
-    output = _workspace(x, rows, inner // block_k, columns)
+    output = new_partials(x, rows, inner // block_k, columns)
     args = {"x": x, "weight": weight, "weight_stride": weight.stride(0), "output": output, "num_rows": rows}
     constants = {
         "N": columns, "K": inner, "BLOCK_M": block_rows(rows), "BLOCK_N": block_n, "BLOCK_K": block_k, "EARLY": early
@@ -192,5 +205,5 @@ def _row_blocks(rows: int) -> int:
     return triton.cdiv(rows, block_rows(rows))
 
 
-def _workspace(like: Tensor, *shape: int) -> Tensor:
+def new_partials(like: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=like.device)

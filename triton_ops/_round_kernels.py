@@ -166,6 +166,41 @@ def total_of_parts(max_ptr, sum_ptr, rows, row_mask, PARTS: tl.constexpr, BLOCK_
     return tl.where(tl.abs(top) == float("inf"), top, total)
 
 
+@triton.jit
+def state_rows(row_index, index_stride, state, state_stride, rows, row_mask, rows_each, prev_rows):
+    """Pointers to the states that `rows` grow from."""
+    source = rows.to(tl.int64)
+    if row_index is not None:
+        inside = tl.load(row_index + rows // rows_each * index_stride + rows % rows_each, mask=row_mask, other=0)
+        inside = tl.minimum(tl.maximum(inside.to(tl.int64), 0), prev_rows.to(tl.int64) - 1)
+        source = (rows // rows_each).to(tl.int64) * prev_rows + inside
+    return state + source * state_stride
+
+
+@triton.jit
+def embed_rows(
+    token_ids, ids_stride, part_values, part_orders, part_max, part_sum, ids_out, logprobs_out, out_stride, embed,
+    embed_stride, rows, row_mask, rows_each, is_first, VOCAB: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr
+):
+    """Pointers to the embeddings of the tokens of `rows`, and which of them exist.
+
+    The ids are those given, or with PARTS the best of the last head's candidates, which the program that `is_first`
+    leaves in `ids_out` and `logprobs_out`.
+    """
+    if PARTS > 0:
+        best, order = best_part(part_values, part_orders, rows, row_mask, PARTS, BLOCK_P)
+        ids = order >> 32
+        if is_first:
+            total = total_of_parts(part_max, part_sum, rows, row_mask, PARTS, BLOCK_P)
+            tl.store(ids_out + rows.to(tl.int64) * out_stride, ids, mask=row_mask)
+            tl.store(logprobs_out + rows.to(tl.int64) * out_stride, to_logprob(best, total), mask=row_mask)
+    else:
+        place = token_ids + (rows // rows_each).to(tl.int64) * ids_stride + rows % rows_each
+        ids = tl.load(place, mask=row_mask, other=0).to(tl.int64)
+    exist = row_mask & (ids >= 0) & (ids < VOCAB)
+    return embed + tl.where(exist, ids, 0) * embed_stride, exist
+
+
 @triton.jit(do_not_specialize=["num_rows", "rows_each", "prev_rows", "ids_stride", "index_stride", "out_stride"])
 def pre_round(
     token_ids, ids_stride, row_index, index_stride, part_values, part_orders, part_max, part_sum, ids_out,
@@ -177,8 +212,7 @@ def pre_round(
 ):
     """Grid (row blocks, N / BLOCK_N, 2 * HALF_SPLITS): partial sums of concat(embedding, state) @ weight.T.
 
-    The ids are those given, or with PARTS the best of the last head's candidates, which one program leaves in `ids_out`
-    and `logprobs_out`. K is the backbone; the first half of the splits is of the embedding.
+    K is the backbone; the first half of the splits is of the embedding.
     """
     let_others_start(EARLY)
     dtype: tl.constexpr = weight.dtype.element_ty
@@ -195,27 +229,15 @@ def pre_round(
         ws += (tl.load(w_at + (k + block * BLOCK_K)[:, None], mask=(k + block * BLOCK_K < K)[:, None], other=0.0),)
     wait_for_others(EARLY)
     if in_state:
-        source = rows.to(tl.int64)
-        if row_index is not None:
-            inside = tl.load(row_index + rows // rows_each * index_stride + rows % rows_each, mask=row_mask, other=0)
-            inside = tl.minimum(tl.maximum(inside.to(tl.int64), 0), prev_rows.to(tl.int64) - 1)
-            source = (rows // rows_each).to(tl.int64) * prev_rows + inside
-        at = state + source * state_stride
+        at = state_rows(row_index, index_stride, state, state_stride, rows, row_mask, rows_each, prev_rows)
         x_mask = row_mask
         factor = 1.0  # changes no bit
     else:
-        if PARTS > 0:
-            best, order = best_part(part_values, part_orders, rows, row_mask, PARTS, BLOCK_P)
-            ids = order >> 32
-            if (split == 0) & (tl.program_id(1) == 0):
-                total = total_of_parts(part_max, part_sum, rows, row_mask, PARTS, BLOCK_P)
-                tl.store(ids_out + rows.to(tl.int64) * out_stride, ids, mask=row_mask)
-                tl.store(logprobs_out + rows.to(tl.int64) * out_stride, to_logprob(best, total), mask=row_mask)
-        else:
-            place = token_ids + (rows // rows_each).to(tl.int64) * ids_stride + rows % rows_each
-            ids = tl.load(place, mask=row_mask, other=0).to(tl.int64)
-        x_mask = row_mask & (ids >= 0) & (ids < VOCAB)
-        at = embed + tl.where(x_mask, ids, 0) * embed_stride
+        at, x_mask = embed_rows(
+            token_ids, ids_stride, part_values, part_orders, part_max, part_sum, ids_out, logprobs_out, out_stride,
+            embed, embed_stride, rows, row_mask, rows_each, (split == 0) & (tl.program_id(1) == 0), VOCAB, PARTS,
+            BLOCK_P
+        )
         factor = embed_scale
     xs = ()
     for block in tl.static_range(BLOCKS):

@@ -121,6 +121,7 @@ def plan(
             "SOFT_CAP": logits_soft_cap > 0,
             "STAGES": c.fold_stages if c.fold_stages and chunks_a_part > 1 else c.stages,
             "ONE_TILE": chunks_a_part == 1 and most_keys_a_chunk(bound, c) <= c.block_n, "EARLY": False,
+            "PREFETCH": False,
         },
         num_warps=c.num_warps,
     )

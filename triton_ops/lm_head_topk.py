@@ -11,7 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ._attention_math import decode_fp8, tanh
+from ._early import let_others_start, wait_for_others
 from ._launch import Launch, capability
+from ._prefetch import prefetch
 from ._rows import num_rows, row_arguments, row_offset
 from ._topk import (
     NO_ORDER,
@@ -120,7 +122,7 @@ def plan(
             "VOCAB": vocab, "HIDDEN": normed.size(-1), "K": k, "DEPTH": depth, "ROWS_PER_PART": rows_per_part,
             "NUM_PARTS": parts["part_max"].size(1), "CAPPED": logits_soft_cap > 0, "DECODE": decode, "LANES": LANES,
             "HALVES": config.halves, "BLOCK_M": config.block_m, "BLOCK_K": config.block_k,
-            "STAGES": config.num_stages,
+            "STAGES": config.num_stages, "PACKED": False, "EARLY": False, "PREFETCH": False,
         }
         grid = (triton.cdiv(rows, config.block_m), constants["NUM_PARTS"])
         launches.append(Launch(stream_kernel, grid, args, constants, config.num_warps, config.num_stages))
@@ -160,15 +162,18 @@ def stream_kernel(
     weight_scale, token_map, suppressed, logits_soft_cap, part_values, part_orders, part_max, part_sum, best_values,
     best_orders, num_rows, done, VOCAB: tl.constexpr, HIDDEN: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr,
     ROWS_PER_PART: tl.constexpr, NUM_PARTS: tl.constexpr, CAPPED: tl.constexpr, DECODE: tl.constexpr,
-    LANES: tl.constexpr, HALVES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr
+    LANES: tl.constexpr, HALVES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    PACKED: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr
 ):
     """Programs (BLOCK_M rows of normed, a part of the vocabulary): the best DEPTH candidates, and max and sum of exp.
 
     Each of LANES lanes keeps the best DEPTH of the weight rows that it meets, and their sum, so that the loop only has
     elementwise work beside the product; the lanes meet at the end. Steps over hidden and over the vocabulary are one
     loop: the pipeline of loads never drains. From the second pass on (`best_values`), only candidates behind the last
-    one of the pass before count, and the sums are there already.
+    one of the pass before count, and the sums are there already. PACKED: orders have the token id in their upper half,
+    as with a token_map. PREFETCH: L2 is asked for a part's first rows.
     """
+    let_others_start(EARLY)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     m_mask = m < num_rows
     normed_rows = normed + row_offset(m, normed_size1, normed_size2, normed_stride0, normed_stride1, normed_stride2)
@@ -181,6 +186,12 @@ def stream_kernel(
     nothing = tl.full([1, 1], NO_ORDER if token_map is not None else 2**31 - 1, tl.int64)
     if token_map is None:
         nothing = nothing.to(tl.int32)
+    if PREFETCH:
+        first, half = (part * ROWS_PER_PART + lane)[:, None], tl.arange(0, 2)[None, :]  # a thread has half a row
+        rows = weight + tl.minimum(first, VOCAB - 1).to(tl.int64) * weight_stride + half * (HIDDEN // 2)
+        BYTES: tl.constexpr = HIDDEN // 2 * (weight.dtype.element_ty.primitive_bitwidth // 8)
+        prefetch(rows.to(tl.int64), (first < VOCAB) & (half < 2), BYTES)
+    wait_for_others(EARLY)
     last_value = tl.zeros([BLOCK_M], tl.float32)
     last_order = tl.zeros([BLOCK_M], tl.int64)
     if PAST:
@@ -231,7 +242,8 @@ def stream_kernel(
         order = tl.min(tl.where(values[0] == best[None, :], orders[0], nothing), 0)
         tl.store(part_values + at * DEPTH + d, best, mask=m_mask)
         absent = order == 2**31 - 1 if token_map is None else order == NO_ORDER
-        tl.store(part_orders + at * DEPTH + d, tl.where(absent, NO_ORDER, order.to(tl.int64)), mask=m_mask)
+        place = pack(order, order) if PACKED else order.to(tl.int64)
+        tl.store(part_orders + at * DEPTH + d, tl.where(absent, NO_ORDER, place), mask=m_mask)
         values, orders = pop(orders[0] == order[None, :], values, orders, nothing, DEPTH)
 
 

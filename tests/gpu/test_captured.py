@@ -1,4 +1,4 @@
-"""CapturedDraft on a GPU: the bits of the eager round, in any bucket, replayed, refilled, and without synchronising."""
+"""CapturedDraft on a GPU, on the ops: the bits of the eager round, in any bucket, replayed, refilled, never synced."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 def made(head: str, dtype: torch.dtype, topk: int, max_batch: int = 6) -> tuple[AssistantWeights, dict, CapturedDraft]:
     weights = AssistantWeights.synthetic(head, dtype=dtype, device="cuda")
     kv = views(weights, max_batch)
-    return weights, kv, CapturedDraft(weights, kv, max_batch, num_steps=3, topk=topk)
+    return weights, kv, CapturedDraft(weights, kv, max_batch, num_steps=3, topk=topk, private=False)
 
 
 def check_bits(one: DraftTree, two: DraftTree) -> None:

@@ -28,7 +28,7 @@ DEVICE = "cuda"
 LENGTHS = (1, 63, 66, 200)  # of prompts; the pair's window is 64
 STEPS = 4
 SHAPES = [(1, None), (4, 16)]  # topk, nodes
-PRIVATE = "fused"  # what CapturedDraft runs there for the centroid head in 16 bits
+PRIVATE = "fused"  # what CapturedDraft runs there in 16 bits
 BATCH = 8
 
 Seeds = tuple[dict[str, KVView], Tensor, Tensor, Tensor]  # KV, seed_ids, seed_state, positions
@@ -76,8 +76,15 @@ def private(weights: AssistantWeights, seeds: Seeds, topk: int, nodes: int | Non
     return launch_round(PRIVATE, weights, *seeds, STEPS, topk, nodes, seeds[3])()
 
 
-def captured(weights: AssistantWeights, seeds: Seeds, topk: int, nodes: int | None, is_private: bool) -> CapturedDraft:
-    runner = CapturedDraft(weights, seeds[0], BATCH, STEPS, topk, nodes, private=is_private)
+def most_private(head: str, topk: int) -> int:
+    """Requests that the private kernels serve."""
+    return BATCH if head == "centroid" else 4 // topk
+
+
+def captured(
+    weights: AssistantWeights, seeds: Seeds, topk: int, nodes: int | None, is_private: bool, most: int = BATCH
+) -> CapturedDraft:
+    runner = CapturedDraft(weights, first(seeds, most)[0], most, STEPS, topk, nodes, private=is_private)
     assert runner.kernels == (PRIVATE if is_private else "ops"), runner.reason
     return runner
 
@@ -116,11 +123,9 @@ def test_fp32_drafts_are_those_of_the_cpu_reference(head: str, topk: int, nodes:
 def test_bf16_drafts_differ_by_rounding_alone(head: str, topk: int, nodes: int | None, length: int) -> None:
     """Two right drafts may differ in bf16: each candidate must be the best in fp64 but for twice plain bf16's error."""
     weights, seeds = on(DEVICE, torch.bfloat16, head, length)
-    rounds = [eager(weights, seeds, topk, nodes)]
-    if head == "centroid":
-        rounds.append(private(weights, seeds, topk, nodes))
-    kv, ids, state, positions = seeds
-    for tree in rounds:
+    few = first(seeds, most_private(head, topk))
+    rounds = [(seeds, eager(weights, seeds, topk, nodes)), (few, private(weights, few, topk, nodes))]
+    for (kv, ids, state, positions), tree in rounds:
         size = tree.draft_ids.size(1)
         verdict = check_round(weights, kv, ids, state, positions, length, tree, STEPS, topk, size)
         assert verdict.ok, verdict
@@ -134,18 +139,21 @@ def test_captured_ops_equal_draft(head: str, topk: int, nodes: int | None, dtype
     check_shrinking(captured(weights, seeds, topk, nodes, False), weights, seeds, eager)
 
 
+@heads
 @shapes
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_captured_private_kernels_equal_eager_ones(topk: int, nodes: int | None, dtype: torch.dtype) -> None:
-    weights, seeds = on(DEVICE, dtype, "centroid", None)
-    check_shrinking(captured(weights, seeds, topk, nodes, True), weights, seeds, private)
+def test_captured_private_kernels_equal_eager_ones(head: str, topk: int, nodes: int | None, dtype: torch.dtype) -> None:
+    weights, seeds = on(DEVICE, dtype, head, None)
+    most = most_private(head, topk)
+    check_shrinking(captured(weights, seeds, topk, nodes, True, most), weights, seeds, private)
 
 
 def check_shrinking(
     runner: CapturedDraft, weights: AssistantWeights, seeds: Seeds, expected: Callable[..., DraftTree]
 ) -> None:
-    """Batches of 8, 5, 3, 1 and 0, and 8 again: what lies behind the batch, and was there before, decides no bit."""
-    for batch in (8, 5, 3, 1, 0, 8):
+    """Batches that shrink to 0, and a full one again: what lies behind it, and was there before, decides no bit."""
+    most = runner.max_batch
+    for batch in (most, *(size for size in (5, 3, 1, 0) if size < most), most):
         poison(runner)
         mine = first(seeds, batch)
         got = copied(run(runner, mine))

@@ -94,10 +94,12 @@ def test_fp8_head_with_a_reduced_vocabulary(rows: int, suppressed: bool) -> None
     torch.testing.assert_close((logprobs, total), (expected[0], expected[2]), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 9])
+@pytest.mark.parametrize(
+    ("head", "rows"), [*(("centroids", rows) for rows in (1, 3, 9)), *(("dense", rows) for rows in (1, 3, 8))]
+)
 @pytest.mark.parametrize(("topk", "nodes"), [(1, None), (2, 5)])
-def test_private_kernels(rows: int, topk: int, nodes: int | None, kernels: str = "fused") -> None:
-    weights = weights_of("cpu", torch.bfloat16)
+def test_private_kernels(head: str, rows: int, topk: int, nodes: int | None, kernels: str = "fused") -> None:
+    weights = weights_of("cpu", torch.bfloat16, head)
     kv = {name: view.with_seq_lens(torch.full((rows,), 21)) for name, view in views(weights, rows).items()}
     ids, state, positions = seeds(weights, rows, 1)
     positions = torch.full_like(positions, 21)

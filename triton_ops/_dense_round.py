@@ -1,0 +1,98 @@
+"""Launches of a dense-head round's private kernels (_dense_round_kernels.py): pure functions of their tensors.
+
+Tiles and splits follow the sizes of the weights alone.
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+
+from ._dense_round_kernels import linear_dense, pre_dense, settle_dense
+from ._launch import Launch
+from ._prefetch import can_prefetch
+from ._round import Pending, block_rows, new_partials, source_arguments
+
+MOST_ROWS = 8  # of a launch: the tile of a matrix instruction
+MOST_HIDDEN = 1024  # a program of what is not split has whole rows of weights in its tile
+TILE_N, SPLIT_N = 32, 16  # rows of weights in a tile: of what is not split, and of what is
+SPLIT_K = 2048  # columns of a split's tile: 64 KB, as MOST_HIDDEN x TILE_N, so that several share an SM
+SLAB_K = 256  # columns that a warp multiplies on end
+WARPS = 4
+AT_ONCE = 264  # programs of a projection that an H200 has room for
+HOLD = True  # the tile stays in registers until x is ready: mostly the kernel in front ends before it has come
+
+
+def settle(
+    x: Pending, x_out: Tensor | None, norm: Tensor, eps: float, normed: Tensor, *, early: bool = False
+) -> Launch:
+    """x into `x_out`, and rmsnorm(x) * norm into `normed` [rows, hidden]."""
+    args, constants = x.arguments()
+    args |= {"x_out": x_out, "norm": norm, "normed": normed, "eps": float(eps)}
+    warps = max(1, min(8, constants["K"] // 128))
+    constants |= {"BLOCK_M": 1, "EARLY": early}
+    return Launch(settle_dense, (x.shape[0],), args, constants, num_warps=warps, early=early)
+
+
+def linear(x: Tensor, weight: Tensor, output: Tensor, *, gated: bool = False, early: bool = False) -> Launch:
+    """x [rows, K] @ weight.T into `output` [rows, N]; K at most MOST_HIDDEN.
+
+    `gated`: gelu_tanh(x @ gate.T) * (x @ up.T), of weights one below the other.
+    """
+    splits, constants = _split(x.size(1))
+    assert splits == 1
+    return _linear(x, weight, output, TILE_N // 2 if gated else TILE_N, splits, constants, gated, HOLD, early)
+
+
+def split_linear(x: Tensor, weight: Tensor, *, waits: bool, early: bool = False) -> tuple[Launch, Pending]:
+    """x [rows, K] @ weight.T, its splits pending. `waits`: x comes later than the weights."""
+    splits, constants = _split(x.size(1))
+    output = new_partials(x, x.size(0), splits, weight.size(0))
+    return _linear(x, weight, output, SPLIT_N, splits, constants, False, HOLD and not waits, early), Pending(output)
+
+
+def _linear(
+    x: Tensor, weight: Tensor, output: Tensor, block_n: int, splits: int, constants: dict[str, int], gated: bool,
+    hold: bool, early: bool
+) -> Launch:
+    columns = output.size(-1)
+    args = {"x": x, "weight": weight, "weight_stride": weight.stride(0), "output": output, "num_rows": x.size(0)}
+    more = {
+        "N": columns, "GATED": gated, "BLOCK_M": block_rows(x.size(0)), "BLOCK_N": block_n, "HOLD": hold and early,
+        "EARLY": early,
+    }
+    grid = (triton.cdiv(columns, block_n), splits)
+    more["AHEAD"] = early and splits == 1 and grid[0] > AT_ONCE and can_prefetch(weight)
+    return Launch(linear_dense, grid, args, {**constants, **more}, num_warps=WARPS, early=early)
+
+
+def pre(
+    weight: Tensor, embed: Tensor, embed_scale: float, state: Tensor, rows: int, *, token_ids: Tensor | None = None,
+    row_index: Tensor | None = None, parts: dict[str, Tensor] | None = None, ids_out: Tensor | None = None,
+    logprobs_out: Tensor | None = None, early: bool = False
+) -> tuple[Launch, Pending]:
+    """pre_project, as _round.pre."""
+    columns = weight.size(0)
+    splits, tile = _split(embed.size(1))
+    output = new_partials(state, rows, 2 * splits, columns)
+    args, constants = source_arguments(embed, embed_scale, state, token_ids, row_index, parts, ids_out, logprobs_out)
+    args |= {"weight": weight, "weight_stride": weight.stride(0), "output": output, "num_rows": rows}
+    constants |= {
+        **tile, "N": columns, "BLOCK_M": block_rows(rows), "BLOCK_N": SPLIT_N, "HOLD": HOLD and early, "EARLY": early
+    }
+    grid = (triton.cdiv(columns, SPLIT_N), 2 * splits)
+    return Launch(pre_dense, grid, args, constants, num_warps=WARPS, early=early), Pending(output)
+
+
+def _split(inner: int) -> tuple[int, dict[str, int]]:
+    """(splits, constants): as many tiles as it takes, of equal widths."""
+    splits = triton.cdiv(inner, SPLIT_K)
+    width = triton.cdiv(inner, 16 * splits) * 16
+    columns = max(16, triton.next_power_of_2(width))
+    slabs = _slabs(columns)
+    return splits, {"K": inner, "SPLITS": splits, "WIDTH": width, "SLABS": slabs, "SLAB_K": columns // slabs}
+
+
+def _slabs(columns: int) -> int:
+    """One for each warp at least, of 16 columns at least."""
+    return max(min(WARPS, columns // 16), columns // SLAB_K)
