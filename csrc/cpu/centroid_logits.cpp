@@ -30,6 +30,7 @@ void CentroidHead::place(Carver& carver) {
 
 void CentroidHead::candidates_of(Member& member, int64_t begin, int64_t end, float* logits, int64_t* ids) const {
   constexpr int64_t kCentroidsPerTask = 64;
+  constexpr int64_t kLine = 64;  // bytes
   const HeadKernels& kernels = heads();
   const int64_t count = end - begin;
   const int64_t hidden = head.rows.columns;
@@ -40,22 +41,37 @@ void CentroidHead::candidates_of(Member& member, int64_t begin, int64_t end, flo
     const int64_t from = task * kCentroidsPerTask;
     const int64_t some = std::min(kCentroidsPerTask, num_centroids - from);
     kernels.dots[type]({head.x, head.padded(), count, centroids + from * centroid_stride * element, centroid_stride,
-                        hidden, nullptr, some, scores + from, num_centroids});
+                        hidden, nullptr, some, scores + from, num_centroids, nullptr, 0});
   });
   member.each(count, [&](int64_t r) {
     kernels.best(scores + r * num_centroids, nullptr, num_centroids, num_active, chosen_score + r * num_active,
                  chosen + r * num_active);
   });
-  member.each(count * num_active, [&](int64_t task) {
+  const int64_t tasks = count * num_active;
+  const char* ordering = static_cast<const char*>(token_ordering.data);
+  const int64_t step = token_ordering.stride[0] * (token_ordering.is_int64 ? 8 : 4);  // bytes
+  const auto find_tokens = [&](int64_t task, int64_t some, int64_t* tokens) {
+    for (int64_t i = 0; i < some; ++i) {
+      tokens[i] = std::clamp<int64_t>(token_ordering(chosen[task] * size + i), 0, vocab - 1);
+    }
+  };
+  member.each(tasks, [&](int64_t task) {
     const int64_t r = task / num_active;
     const int64_t place = chosen[task] * size;
     int64_t* tokens = ids + task * size;
-    for (int64_t i = 0; i < size; ++i) {
-      tokens[i] = std::clamp<int64_t>(token_ordering(place + i), 0, vocab - 1);
+    find_tokens(task, size, tokens);
+    // Most likely this thread's next tasks: the ordering of the one behind them, and the rows that the next begins
+    // with.
+    int64_t behind[kHeadTile];
+    const int64_t num_behind = centroid_ordered || task + 1 == tasks ? 0 : std::min(size, kHeadTile);
+    find_tokens(task + 1, num_behind, behind);
+    const char* next = ordering + (task + 2 < tasks ? chosen[task + 2] * size * step : 0);
+    for (int64_t i = 0; i < size * step; i += kLine) {
+      __builtin_prefetch(next + i);
     }
     const char* weights = centroid_ordered ? weight + place * weight_stride * element : weight;
     kernels.dots[type]({head.x + r * head.padded(), head.padded(), 1, weights, weight_stride, hidden,
-                        centroid_ordered ? nullptr : tokens, size, logits + task * size, size});
+                        centroid_ordered ? nullptr : tokens, size, logits + task * size, size, behind, num_behind});
     for (const int64_t id : never) {
       for (int64_t i = 0; i < size; ++i) {
         float& logit = logits[task * size + i];

@@ -105,6 +105,8 @@ DraftAttention::DraftAttention(const Tensor& q, const Cache& cache, double sm_sc
   p_.logits_soft_cap = static_cast<float>(logits_soft_cap);
   p_.norm_eps = static_cast<float>(turn.norm_eps);
   p_.paired = kv_type_ == 1 || kv_type_ == 2;
+  p_.rounded = kv_type_ == 1 && attention_ends().pair_dot && p_.width == p_.head_dim;
+  p_.query_width = p_.rounded ? p_.width / 2 : p_.width;
   p_.q = q.const_data_ptr();
   p_.output = output;
   std::copy_n(q.strides().data(), 3, p_.q_stride);
@@ -131,7 +133,7 @@ DraftAttention::DraftAttention(const Tensor& q, const Cache& cache, double sm_sc
 
 void DraftAttention::place(Carver& carver) {
   p_.requests = requests_.data();
-  p_.queries_ready = carver.take<float>(p_.batch * p_.num_kv_heads * p_.queries * p_.width);
+  p_.queries_ready = carver.take<float>(p_.batch * p_.num_kv_heads * p_.queries * p_.query_width);
   p_.partial = carver.take<float>(parts_ * p_.queries * p_.width);
   p_.partial_max = carver.take<float>(parts_ * p_.queries);
   p_.partial_sum = carver.take<float>(parts_ * p_.queries);

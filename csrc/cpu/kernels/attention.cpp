@@ -18,35 +18,31 @@ Block<T> find_block(const AttentionParams& p, const AttentionRequest& request, i
   Block<T> block;
   block.count = end - key < kAttentionBlock ? end - key : kAttentionBlock;
   int64_t entry = key / p.page_size, slot = key % p.page_size;
-  const T* page = nullptr;
-  const T* row = nullptr;
-  for (int64_t i = 0; i < kAttentionBlock; ++i) {
-    if (i < block.count) {
-      if (!page || slot == p.page_size) {
-        if (page) {
-          ++entry;
-          slot = 0;
-        }
-        const int64_t asked = p.block_table(b, request.first_entry + entry);
-        const int64_t id = asked < 0 ? 0 : asked >= p.num_pages ? p.num_pages - 1 : asked;
-        page = static_cast<const T*>(cache) + id * stride[0] + head * stride[2];
-      }
-      row = page + slot++ * stride[1];
+  for (int64_t i = 0; i < block.count; ++entry, slot = 0) {
+    const int64_t asked = p.block_table(b, request.first_entry + entry);
+    const int64_t id = asked < 0 ? 0 : asked >= p.num_pages ? p.num_pages - 1 : asked;
+    const T* row = static_cast<const T*>(cache) + id * stride[0] + slot * stride[1] + head * stride[2];
+    const int64_t of_page = p.page_size - slot;
+    for (const int64_t end_of_page = i + of_page; i < block.count && i < end_of_page; ++i, row += stride[1]) {
+      block.row[i] = row;
     }
-    block.row[i] = row;
+  }
+  for (int64_t i = block.count; i < kAttentionBlock; ++i) {
+    block.row[i] = block.row[block.count - 1];
   }
   return block;
 }
 
-// The block in fp32 in `staging`, zeros behind head_dim: for types that widen slowly and for rows that end in a step.
+// One head of the block in fp32 in `staging`, zeros behind head_dim: for types that widen slowly and for rows that end
+// in a step.
 template <class T>
-Block<float> stage(const Block<T>& block, int64_t head_dim, int64_t width, float* staging) {
+Block<float> stage(const Block<T>& block, int64_t head_offset, int64_t head_dim, int64_t width, float* staging) {
   Block<float> staged;
   staged.count = block.count;
   for (int64_t i = 0; i < kAttentionBlock; ++i) {
     if (i < block.count) {
       for (int64_t d = 0; d < width; d += kStep) {
-        const Pair pair = load_pair(block.row[i] + d, head_dim - d);
+        const Pair pair = load_pair(block.row[i] + head_offset + d, head_dim - d);
         __builtin_memcpy(staging + i * width + d, &pair, sizeof pair);
       }
       staged.row[i] = staging + i * width;
@@ -57,7 +53,9 @@ Block<float> stage(const Block<T>& block, int64_t head_dim, int64_t width, float
   return staged;
 }
 
-// scores become exp(score - max); their maximum and sum. What is behind `count` up to a vector's end is overwritten.
+// scores become exp(score - max), as floats or, where they meet values of bf16 in pairs, as those, packed from the
+// row's start on; their maximum and sum. What is behind `count` up to a vector's end is overwritten.
+template <bool kRounded>
 void softmax(float* scores, int64_t count, float logits_soft_cap, float* greatest, float* total) {
   for (int64_t j = count; j % kLanes != 0; ++j) {
     scores[j] = -__builtin_inff();
@@ -80,8 +78,14 @@ void softmax(float* scores, int64_t count, float logits_soft_cap, float* greates
   Floats sums = {};
   for (int64_t j = 0; j < count; j += kLanes) {
     const Floats weights = vector_math::exp(load(scores + j) - base);
-    __builtin_memcpy(scores + j, &weights, sizeof weights);
-    sums += weights;
+    if constexpr (kRounded) {
+      BFloat16* rounded = reinterpret_cast<BFloat16*>(scores) + j;
+      store(rounded, weights);
+      sums += load(rounded);
+    } else {
+      __builtin_memcpy(scores + j, &weights, sizeof weights);
+      sums += weights;
+    }
   }
   *greatest = top;
   *total = sum(sums);
@@ -105,8 +109,9 @@ void attend_split(const AttentionParams& p, int64_t b, int64_t head, int64_t hea
   const int64_t begin = request.begin + split * request.split_keys;
   const int64_t end = begin + request.split_keys < request.end ? begin + request.split_keys : request.end;
   const int64_t part = request.first_part + split * p.num_kv_heads + head;
-  const int64_t width = p.width, stride = p.score_stride;
-  const float* queries = p.queries_ready + (b * p.num_kv_heads + head) * p.queries * width;
+  const int64_t width = p.width, query_width = p.query_width, stride = p.score_stride;
+  const float* queries = p.queries_ready + (b * p.num_kv_heads + head) * p.queries * query_width;
+  constexpr bool kRounded = !kStaged && kPairs<T>;
   float* staging = scratch + heads * p.queries * stride;
   const auto find = [&](const void* cache, const int64_t* cache_stride, int64_t key) {
     return find_block<T>(p, request, b, head, key, end, cache, cache_stride);
@@ -114,12 +119,11 @@ void attend_split(const AttentionParams& p, int64_t b, int64_t head, int64_t hea
   // Calls body(rows, next rows, head) for the heads of a block; in the caches' type, or staged in fp32.
   const auto for_heads = [&](const Block<T>& block, const Block<T>& next, int64_t head_stride, const auto& body) {
     for (int64_t h = 0; h < heads; ++h) {
-      const Block<T> own = block.behind(h * head_stride);
       if constexpr (kStaged) {
-        const Block<float> staged = stage(own, p.head_dim, width, staging);
-        body(staged, staged, h);
+        const Block<float> staged = stage(block, h * head_stride, p.head_dim, width, staging);
+        body(HeadRows<float>{staged, 0}, HeadRows<float>{staged, 0}, h);
       } else {
-        body(own, next.behind(h * head_stride), h);
+        body(HeadRows<T>{block, h * head_stride}, HeadRows<T>{next, h * head_stride}, h);
       }
     }
   };
@@ -135,7 +139,7 @@ void attend_split(const AttentionParams& p, int64_t b, int64_t head, int64_t hea
       for_tiles(p.queries, [&](int64_t i, auto count) {
         constexpr int kQueries = decltype(count)::value;
         float* scores = scratch + (h * p.queries + i) * stride + (key - begin);
-        const float* tile = queries + (h * p.queries + i) * width;
+        const float* tile = queries + (h * p.queries + i) * query_width;
         if (i == 0 && !kStaged) {
           score_block<kQueries, true>(rows, next_rows, tile, width, scores, stride);
         } else {
@@ -145,8 +149,8 @@ void attend_split(const AttentionParams& p, int64_t b, int64_t head, int64_t hea
     });
   }
   for (int64_t i = 0; i < heads * p.queries; ++i) {
-    softmax(scratch + i * stride, end - begin, p.logits_soft_cap, &p.partial_max[part * p.queries + i],
-            &p.partial_sum[part * p.queries + i]);
+    softmax<kRounded>(scratch + i * stride, end - begin, p.logits_soft_cap, &p.partial_max[part * p.queries + i],
+                      &p.partial_sum[part * p.queries + i]);
   }
   for (int64_t key = begin; key < end; key += kAttentionBlock) {
     const Block<T> values = next;
@@ -157,7 +161,7 @@ void attend_split(const AttentionParams& p, int64_t b, int64_t head, int64_t hea
     for_heads(values, next, p.v_stride[2], [&](const auto& rows, const auto& next_rows, int64_t h) {
       for_tiles(p.queries, [&](int64_t i, auto count) {
         constexpr int kQueries = decltype(count)::value;
-        const float* weights = scratch + (h * p.queries + i) * stride + (key - begin);
+        const float* weights = scratch + (h * p.queries + i) * stride + (key - begin) / (kRounded ? 2 : 1);
         float* sums = p.partial + ((part + h) * p.queries + i) * width;
         if (i == 0 && !kStaged) {
           add_block<kQueries, true>(rows, next_rows, weights, stride, key == begin, sums, width);

@@ -13,14 +13,13 @@ template <class Weight, class T>
 void norm(const T* q, const Weight* weight, float eps, int64_t head_dim, float* x) {
   Floats squares[2] = {};
   for (int64_t d = 0; d < head_dim; d += kLanes) {
-    const Floats values = load_some(q + d, head_dim - d < kLanes ? head_dim - d : kLanes);
+    const Floats values = load_up_to(q + d, head_dim - d);
     squares[d / kLanes % 2] += values * values;
   }
   const float mean = sum(squares[0] + squares[1]) / static_cast<float>(head_dim);
   const float factor = 1.0f / __builtin_sqrtf(mean + eps);
   for (int64_t d = 0; d < head_dim; d += kLanes) {
-    const int64_t count = head_dim - d < kLanes ? head_dim - d : kLanes;
-    const Floats y = load_some(q + d, count) * factor * load_some(weight + d, count);
+    const Floats y = load_up_to(q + d, head_dim - d) * factor * load_up_to(weight + d, head_dim - d);
     __builtin_memcpy(x + d, &y, sizeof y);
   }
 }
@@ -62,7 +61,7 @@ void prepare(const AttentionParams& p, int64_t b, int64_t row, float* scratch) {
     const T* q = static_cast<const T*>(p.q) + b * p.q_stride[0] + row * p.q_stride[1] + head * p.q_stride[2];
     if (!p.norm_weight) {
       for (int64_t d = 0; d < p.head_dim; d += kLanes) {
-        const Floats y = load_some(q + d, p.head_dim - d < kLanes ? p.head_dim - d : kLanes);
+        const Floats y = load_up_to(q + d, p.head_dim - d);
         __builtin_memcpy(x + d, &y, sizeof y);
       }
     } else if (p.norm_is_float) {
@@ -79,13 +78,19 @@ void prepare(const AttentionParams& p, int64_t b, int64_t row, float* scratch) {
     const int64_t query = row * p.group + head % p.group;
     const int64_t first = query - query % kAttentionTile;  // of the query's tile, the last one perhaps smaller
     const int64_t tile = p.queries - first < kAttentionTile ? p.queries - first : kAttentionTile;
+    const int64_t size = p.rounded ? kLanes : kStep;  // floats of a step
     float* ready =
-        p.queries_ready + ((b * p.num_kv_heads + kv_head) * p.queries + first) * p.width + (query - first) * kStep;
-    for (int64_t d = 0; d < p.width; d += kStep) {
+        p.queries_ready + ((b * p.num_kv_heads + kv_head) * p.queries + first) * p.query_width + (query - first) * size;
+    for (int64_t d = 0; d < p.width; d += kStep, ready += tile * size) {
       Pair pair = {load(x + d), load(x + d + kLanes)};
       pair = p.paired ? evens_and_odds(pair) : pair;
       pair = {pair.first * scale, pair.second * scale};
-      __builtin_memcpy(ready + d * tile, &pair, sizeof pair);
+      if (p.rounded) {
+        const Words words = round_words<BFloat16>(pair);
+        __builtin_memcpy(ready, &words, sizeof words);
+      } else {
+        __builtin_memcpy(ready, &pair, sizeof pair);
+      }
     }
   }
 }
@@ -131,15 +136,17 @@ void merge(const AttentionParams& p, int64_t b, int64_t head, int64_t query, flo
   const int64_t row = query / p.group, qo_head = head * p.group + query % p.group;
   T* output = static_cast<T*>(p.output) + ((b * p.rows + row) * p.num_kv_heads * p.group + qo_head) * p.head_dim;
   for (int64_t d = 0; d < p.head_dim; d += kLanes) {
-    store_some(output + d, load(scratch + d), p.head_dim - d < kLanes ? p.head_dim - d : kLanes);
+    store_up_to(output + d, load(scratch + d), p.head_dim - d);
   }
 }
 
 }  // namespace
 
 extern const AttentionEnds attention_ends;
-const AttentionEnds attention_ends = {
-    kStep, {prepare<float>, prepare<BFloat16>, prepare<Half>}, {merge<float>, merge<BFloat16>, merge<Half>}};
+const AttentionEnds attention_ends = {kStep,
+                                      kHasPairDot,
+                                      {prepare<float>, prepare<BFloat16>, prepare<Half>},
+                                      {merge<float>, merge<BFloat16>, merge<Half>}};
 
 }  // namespace MTP_ISA
 }  // namespace mtp

@@ -15,9 +15,7 @@ constexpr int64_t kRowBlock = 4;
 // Rows of the weight at a time: as many accumulators as half of the vector registers.
 constexpr int64_t kWeightBlock = kLanes == 16 ? 4 : 2;
 constexpr int64_t kLine = 64;  // bytes
-// Rows of the weight that stay in the cache while all rows of x pass. 32768 gathered rows of 512 bytes, 2 cores: 690 us
-// with 16, 650 with 32.
-constexpr int64_t kTile = 32;
+constexpr int64_t kTile = kHeadTile;
 
 // Elements come in the order in which the parts of a weight with `parts` elements a word meet them.
 template <class T>
@@ -27,7 +25,7 @@ void widen(const void* x, int64_t count, int parts, float* out) {
     float values[4 * kLanes] = {};
     for (int64_t i = 0; i < parts * kLanes && group + i < count; i += kLanes) {
       const int64_t left = count - group - i;
-      store(values + i, left >= kLanes ? load(from + group + i) : load_some(from + group + i, left));
+      store(values + i, load_up_to(from + group + i, left));
     }
     if (kHasPairDot && __is_same(T, BFloat16) && parts == 2) {
       store_words(values, out + group);
@@ -134,22 +132,22 @@ inline void dot_rows(const float* x, int64_t x_stride, int64_t rows, const T* co
   }
 }
 
-// Where `count` rows of the weight begin, from row `start` of the result on.
+// Where `count` rows of the weight begin, from `index` or from row `start` on.
 template <class T>
-inline void find_rows(const HeadDotsParams& p, int64_t start, int64_t count, const T** rows) {
+inline void find_rows(const HeadDotsParams& p, const int64_t* index, int64_t start, int64_t count, const T** rows) {
   const T* weight = static_cast<const T*>(p.weight);
   for (int64_t i = 0; i < count; ++i) {
-    rows[i] = weight + (p.index ? p.index[start + i] : start + i) * p.weight_stride;
+    rows[i] = weight + (index ? index[start + i] : start + i) * p.weight_stride;
   }
 }
 
-// A tile is asked for while the one before it is worked on: gathered rows lie in pages of their own, and what takes
-// long is to find those.
+// A tile is asked for while the one before it is worked on, and the next call's first one during the last: gathered
+// rows lie in pages of their own, and what takes long is to find those.
 template <class T>
 void dots(const HeadDotsParams& p) {
   const T* tiles[2][kTile];
   int64_t size = p.count < kTile ? p.count : kTile;
-  find_rows(p, 0, size, tiles[0]);
+  find_rows(p, p.index, 0, size, tiles[0]);
   for (int64_t i = 0; p.index && i < size; ++i) {
     for (int64_t j = 0; j < p.hidden; j += kLine / static_cast<int64_t>(sizeof(T))) {
       __builtin_prefetch(tiles[0][i] + j, 0, 2);
@@ -160,14 +158,16 @@ void dots(const HeadDotsParams& p) {
     const T** next = tiles[(start / kTile + 1) % 2];
     const int64_t left = p.count - start - size;
     const int64_t next_size = left < kTile ? left : kTile;
-    find_rows(p, start + size, next_size, next);
+    const bool last = next_size == 0;
+    const int64_t asked = last ? p.count_behind : next_size;
+    find_rows(p, last ? p.index_behind : p.index, last ? 0 : start + size, asked, next);
     for (int64_t r = 0; r < p.rows; r += kRowBlock) {
       const int64_t some = p.rows - r < kRowBlock ? p.rows - r : kRowBlock;
       const float* x = p.x + r * p.x_stride;
       float* out = p.out + r * p.out_stride + start;
       int64_t i = 0;
       for (; i + kWeightBlock <= size; i += kWeightBlock) {
-        const bool ask = r == 0 && i + kWeightBlock <= next_size;
+        const bool ask = r == 0 && i + kWeightBlock <= asked;
         dot_rows<T, kWeightBlock>(x, p.x_stride, some, rows + i, ask ? next + i : nullptr, p.hidden, out + i,
                                   p.out_stride);
       }
@@ -192,13 +192,8 @@ LogSum merge(LogSum a, LogSum b) {
   return a;
 }
 
-// A whole vector, or what is left of it with zeros behind.
-inline Floats load_left(const float* values, int64_t left) {
-  return left >= kLanes ? load(values) : load_some(values, left);
-}
-
 inline Floats load_value(const float* values, int64_t left) {
-  Floats loaded = load_left(values, left);
+  Floats loaded = load_up_to(values, left);
   for (int64_t i = left; i < kLanes; ++i) {
     loaded[i] = -__builtin_inff();
   }
@@ -279,18 +274,14 @@ void best_of(const float* values, const int64_t* ids, int64_t count, int64_t k, 
 void finish_logits(const LmHeadParams& p, int64_t row, float* logits, int64_t count) {
   for (int64_t i = 0; i < count; i += kLanes) {
     const int64_t some = count - i < kLanes ? count - i : kLanes;
-    Floats values = load_left(logits + i, some);
+    Floats values = load_up_to(logits + i, some);
     if (p.scale) {
-      values *= load_left(p.scale + row + i, some);
+      values *= load_up_to(p.scale + row + i, some);
     }
     if (p.soft_cap > 0.0f) {
       values = p.soft_cap * vector_math::tanh(values / p.soft_cap);
     }
-    if (some == kLanes) {
-      store(logits + i, no_nan(values));
-    } else {
-      store_some(logits + i, no_nan(values), some);
-    }
+    store_up_to(logits + i, no_nan(values), some);
   }
 }
 
@@ -324,7 +315,8 @@ void lm_head_chunk(const LmHeadParams& p, int64_t chunk) {
   for (int64_t row = begin; row < end; row += kLmHeadBlock) {
     const int64_t count = end - row < kLmHeadBlock ? end - row : kLmHeadBlock;
     const T* weight = static_cast<const T*>(p.weight) + row * p.weight_stride;
-    dots<T>({p.x, p.x_stride, p.rows, weight, p.weight_stride, p.hidden, nullptr, count, logits, kLmHeadBlock});
+    dots<T>(
+        {p.x, p.x_stride, p.rows, weight, p.weight_stride, p.hidden, nullptr, count, logits, kLmHeadBlock, nullptr, 0});
     bool never[kLmHeadBlock];
     const bool some_never = p.num_suppressed > 0 && find_suppressed(p, row, count, never);
     for (int64_t r = 0; r < p.rows; ++r) {

@@ -217,12 +217,7 @@ inline void for_tiles(const LinearParams& p, int64_t begin, int64_t end, const B
 template <class Y>
 inline void store_row(Y* y, const float* values, int count) {
   for (int j = 0; j < count; j += kLanes) {
-    const Floats some = load(values + j);  // a tile's row is whole vectors long
-    if (count - j >= kLanes) {
-      store(y + j, some);
-    } else {
-      store_some(y + j, some, count - j);
-    }
+    store_up_to(y + j, load(values + j), count - j);  // a tile's row is whole vectors long
   }
 }
 

@@ -83,11 +83,6 @@ void embed_rows(const EmbedRowsParams& p, int64_t begin, int64_t end) {
   }
 }
 
-template <class T>
-inline Floats load_up_to(const T* at, int64_t count) {
-  return count >= kLanes ? load(at) : load_some(at, count);
-}
-
 template <class S, class T, class W>
 void add_norm_row(const AddNormRowsParams& p, const S* projected, const T* residual, float scale, T* y) {
   const W* weight = elements<W>(p.norm_weight);
@@ -95,12 +90,7 @@ void add_norm_row(const AddNormRowsParams& p, const S* projected, const T* resid
   for (int64_t k = 0; k < p.columns; k += kLanes) {
     const int64_t left = p.columns - k;
     const Floats normed = load_up_to(projected + k, left) * factor * load_up_to(weight + k, left);
-    const Floats result = (load_up_to(residual + k, left) + normed) * scale;
-    if (left >= kLanes) {
-      store(y + k, result);
-    } else {
-      store_some(y + k, result, left);
-    }
+    store_up_to(y + k, (load_up_to(residual + k, left) + normed) * scale, left);
   }
 }
 

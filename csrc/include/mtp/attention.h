@@ -17,7 +17,8 @@ struct AttentionRequest {
 
 // Query i of a KV head is row i / group, head i % group of that KV head. `width` is head_dim rounded up to whole steps
 // of the kernels; what is behind head_dim is zero. With `paired` the even elements of a step come before its odd ones:
-// the order in which 16 bits widen fastest.
+// the order in which 16 bits widen fastest. With `rounded` queries and softmax weights meet a cache of bf16 as pairs of
+// bf16, as in the matrix products of PyTorch and of the Triton kernels: half the instructions.
 struct AttentionParams {
   int64_t batch;
   int64_t rows;
@@ -26,6 +27,7 @@ struct AttentionParams {
   int64_t queries;  // rows * group
   int64_t head_dim;
   int64_t width;
+  int64_t query_width;  // floats that a query made ready takes: width, or half of it where it is rounded
   int64_t num_pages;
   int64_t page_size;
   int64_t score_stride;  // from one query's scores to the next's
@@ -34,6 +36,7 @@ struct AttentionParams {
   float norm_eps;
   bool norm_is_float;  // else of q's type
   bool paired;
+  bool rounded;
 
   const void* q;             // [batch, rows, num_kv_heads * group, head_dim], last dimension contiguous
   int64_t q_stride[3];       //
@@ -52,7 +55,7 @@ struct AttentionParams {
   int64_t v_scale_stride;
 
   const AttentionRequest* requests;  // [batch]
-  float* queries_ready;              // [batch, num_kv_heads, queries, width]: normed, turned, scaled; steps
+  float* queries_ready;              // [batch, num_kv_heads, queries, query_width]: normed, turned, scaled; steps
                                      // interleaved within a tile of kAttentionTile queries
   float* partial;                    // [parts, queries, width]: weighted sums of values
   float* partial_max;                // [parts, queries]: greatest score of the split, later the split's weight
@@ -65,7 +68,8 @@ constexpr int64_t kAttentionTile = 4;    // queries that share what is widened o
 
 // What comes before and behind the splits, of q's type (FloatType 0 to 2).
 struct AttentionEnds {
-  int64_t step;  // `width` is a multiple of it
+  int64_t step;   // `width` is a multiple of it
+  bool pair_dot;  // pairs of bf16 are multiplied
   // All heads of a row. `scratch`: 4 * width floats.
   void (*prepare[3])(const AttentionParams& p, int64_t b, int64_t row, float* scratch);
   // The splits of a query of a request and KV head become its part of the output. `scratch`: width floats.

@@ -9,7 +9,10 @@ constexpr int64_t kHeadPad = 64;        // rows in fp32 are padded with zeros to
 constexpr int64_t kHeadRows = 64;       // rows that one pass over a weight serves at the most
 constexpr int64_t kLmHeadBlock = 128;   // rows of the weight whose logits are held at a time
 constexpr int64_t kLmHeadChunk = 1024;  // rows of the weight that one task takes
-constexpr int64_t kNoId = INT64_MAX;    // behind every token id, with a value of -inf
+// Rows of the weight that stay in the cache while all rows of x pass, and that are asked for together. 32768 gathered
+// rows of 512 bytes, 2 cores: 690 us with 16, 650 with 32.
+constexpr int64_t kHeadTile = 32;
+constexpr int64_t kNoId = INT64_MAX;  // behind every token id, with a value of -inf
 
 struct HeadDotsParams {
   const float* x;  // [rows, hidden padded to kHeadPad], rows x_stride apart
@@ -22,6 +25,8 @@ struct HeadDotsParams {
   int64_t count;
   float* out;  // [rows, count], rows out_stride apart
   int64_t out_stride;
+  const int64_t* index_behind;  // [count_behind <= kHeadTile], rows that the next call begins with
+  int64_t count_behind;         // 0 where nothing is known of it
 };
 
 // log(sum(exp)) in two parts: the largest value, and the sum of exp(value - largest); NaN adds nothing.

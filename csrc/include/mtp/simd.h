@@ -117,6 +117,12 @@ inline Floats load_some(const T* at, int64_t count) {
   return load(values);
 }
 
+// A whole vector, or the first `count` elements where they are fewer.
+template <class T>
+inline Floats load_up_to(const T* at, int64_t count) {
+  return count >= kLanes ? load(at) : load_some(at, count);
+}
+
 template <class T>
 inline float load_one(const T* at) {
   if constexpr (sizeof(T) == 4) {
@@ -169,6 +175,16 @@ inline void store_some(T* at, Floats values, int64_t count) {
 template <class T>
 inline void store(T* at, Floats values) {
   store_some(at, values, kLanes);
+}
+
+// The whole vector, or its first `count` values where they are fewer.
+template <class T>
+inline void store_up_to(T* at, Floats values, int64_t count) {
+  if (count >= kLanes) {
+    store(at, values);
+  } else {
+    store_some(at, values, count);
+  }
 }
 
 typedef float Quad __attribute__((vector_size(16)));
