@@ -109,7 +109,7 @@ def test_dense_weights_are_read_before_the_wait() -> None:
         assert "st.global" not in before and "mma.sync" not in before, name
         if name in DENSE:
             assert len(re.findall(r"ld\.global\S*\.v4", before)) >= 32, name
-    assert asked == {"stream_kernel", "attend", "linear_dense"}
+    assert asked == {"stream_kernel", "attend"}
 
 
 def test_rows_of_a_dense_tile_lie_in_different_banks() -> None:

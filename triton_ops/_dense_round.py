@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ._dense_round_kernels import linear_dense, pre_dense, settle_dense
 from ._launch import Launch
-from ._prefetch import can_prefetch
 from ._round import Pending, block_rows, new_partials, source_arguments
 
 MOST_ROWS = 8  # of a launch: the tile of a matrix instruction
@@ -19,7 +18,6 @@ TILE_N, SPLIT_N = 32, 16  # rows of weights in a tile: of what is not split, and
 SPLIT_K = 2048  # columns of a split's tile: 64 KB, as MOST_HIDDEN x TILE_N, so that several share an SM
 SLAB_K = 256  # columns that a warp multiplies on end
 WARPS = 4
-AT_ONCE = 264  # programs of a projection that an H200 has room for
 HOLD = True  # the tile stays in registers until x is ready: mostly the kernel in front ends before it has come
 
 
@@ -62,7 +60,6 @@ def _linear(
         "EARLY": early,
     }
     grid = (triton.cdiv(columns, block_n), splits)
-    more["AHEAD"] = early and splits == 1 and grid[0] > AT_ONCE and can_prefetch(weight)
     return Launch(linear_dense, grid, args, {**constants, **more}, num_warps=WARPS, early=early)
 
 

@@ -14,7 +14,6 @@ import triton.language as tl
 
 from ._early import let_others_start, wait_for_others
 from ._gemm import gelu_tanh
-from ._prefetch import prefetch
 from ._round_kernels import embed_rows, state_rows
 from ._round_math import rms_scale, take_in
 from ._wide_gemm import weight_pointers
@@ -116,25 +115,18 @@ def linear_dense(
     x, weight, weight_stride, output, num_rows,
     N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, GATED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLABS: tl.constexpr, SLAB_K: tl.constexpr, HOLD: tl.constexpr,
-    EARLY: tl.constexpr, AHEAD: tl.constexpr
+    EARLY: tl.constexpr
 ):
     """Grid (N / BLOCK_N, SPLITS): sums of x [rows, K] @ weight.T over WIDTH columns: output [rows, SPLITS, N].
 
-    GATED: gelu_tanh of the product with the first N rows of the weights, times that with the other N. AHEAD: there are
-    more programs than the SMs have room for; the first half asks L2 for the tiles of the other.
+    GATED: gelu_tanh of the product with the first N rows of the weights, times that with the other N.
     """
     let_others_start(EARLY)
     first, split = tl.program_id(0) * BLOCK_N, tl.program_id(1)
     columns = tile_columns(SLABS, SLAB_K)
     k = split * WIDTH + columns
     seen = seen_columns(columns, split * WIDTH, K, WIDTH, SLABS * SLAB_K)
-    PARTS: tl.constexpr = 2 if GATED else 1
-    w = load_tile(weight_pointers(weight, weight_stride, first, N, BLOCK_N, PARTS), k, seen)
-    if AHEAD:
-        half = tl.num_programs(0) // 2
-        tile = weight_pointers(weight, weight_stride, first + half * BLOCK_N, N, BLOCK_N, PARTS)  # a thread a row
-        BYTES: tl.constexpr = K * (weight.dtype.element_ty.primitive_bitwidth // 8)
-        prefetch(tile.to(tl.int64), (tl.arange(0, PARTS * BLOCK_N) >= 0) & (tl.program_id(0) < half), BYTES)
+    w = load_tile(weight_pointers(weight, weight_stride, first, N, BLOCK_N, 2 if GATED else 1), k, seen)
     rows = tl.arange(0, BLOCK_M)
     wait_for_others(EARLY)
     a = load_x(x + rows.to(tl.int64) * K, rows < num_rows, k, seen)
