@@ -19,9 +19,9 @@ from .weights import AssistantWeights, LayerWeights
 
 __all__ = ["MOST_HIDDEN", "MOST_ROWS", "overlap", "step"]
 
-# Rows up to which these kernels beat the ops; 8 at most, a tile's rows and the candidates of one pass of the head.
-# Microseconds of a 31B step on an H200, ops and these: batch 1, 2 and 4 (1024 keys) 354 and 333, 371 and 346, 436 and
-# 408; batch 8 (8192) 594 and 578; batch 64 (4096), whose tiles would be multiplied by 64 rows, 1748 and 2394.
+# Rows up to which these kernels beat the ops, of 31B at least; 8 at most, a tile's rows and the candidates of one pass
+# of the head. Microseconds of a 31B step on an H200, ops and these, each pair in one run: batch 1, 2 and 4 (1024 keys)
+# 354 and 333, 371 and 346, 436 and 408; batch 8 (8192) 594 and 578; batch 64 (4096), with another tile, 1748 and 2394.
 MOST_ROWS = 8
 Emit = Callable[[Launch], None]
 Attend = Callable[[LayerWeights, Tensor], Tensor]  # launches the attention of a layer's queries

@@ -59,10 +59,10 @@ class CapturedDraft:
         private: kernels that cross the borders of ops and start before the one in front has ended, where they serve:
             on a GPU, of small assistants with a centroid head (E2B, E4B), all that lies between two attentions in one
             CUDA launch ("segments": bf16, max_batch * topk up to 64), else Triton kernels ("fused"); of assistants with
-            a dense head (12B, 26B-A4B, 31B; max_batch * topk up to 8) Triton kernels that keep the memory busy ("fused"
-            too); on a CPU whole steps in one call ("step"). False for the ops as draft() calls them ("ops"). `kernels`
-            says what runs, and `reason` why nothing faster does. Those of a GPU round sums in another order than the
-            ops; a CPU's steps have their bits.
+            a dense head (12B, 26B-A4B, 31B) Triton kernels that keep the memory busy ("fused" too), where
+            max_batch * topk is at most 8, so not by default; on a CPU whole steps in one call ("step"). False for the
+            ops as draft() calls them ("ops"). `kernels` says what runs, and `reason` why nothing faster does. Those of
+            a GPU round sums in another order than the ops; a CPU's steps have their bits.
         suppress_ids: as for draft(); the tensor is captured: what is written into it holds from the next replay on.
 
     Raises:

@@ -75,7 +75,7 @@ def refuses(weights: AssistantWeights, kv: Mapping[str, KVView], topk: int, max_
         return f"{max_batch * topk} rows of a dense head are more than {_dense_round.MOST_ROWS}"
     if topk > 64:
         return "topk above 64"
-    if why := _refuses_head(weights, topk):
+    if why := _refuses_weights(weights) or _refuses_head(weights, topk):
         return why
     for layer in weights.layers:
         if layer.layer_type not in kv:
@@ -84,6 +84,16 @@ def refuses(weights: AssistantWeights, kv: Mapping[str, KVView], topk: int, max_
         q = weights.lm_head.new_empty((1, topk, layer.num_qo_heads, layer.head_dim), device="meta")
         if why := triton_serves(q, view.k_cache):
             return why
+    return ""
+
+
+def _refuses_weights(weights: AssistantWeights) -> str:
+    """The kernels read rows of one dtype by their stride; what else the ops take or refuse is theirs."""
+    for name, tensor in weights.tensors():
+        if tensor.is_floating_point() and not name.endswith("rope_inv_freq") and tensor.dtype != weights.dtype:
+            return f"{name} of {tensor.dtype}"
+        if tensor.size(-1) > 1 and tensor.stride(-1) != 1:
+            return f"{name}, whose last dimension is not contiguous"
     return ""
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from mtp_kernels.bench.case import Case
 from mtp_kernels.bench.checks import ATOL, HeadOracle, Verdict, check_exact, check_floats
+from mtp_kernels.bench.ops.draft_attention import naive
 from mtp_kernels.bench.oracle import AT_ONCE
 from mtp_kernels.bench.peers import Peers
 from mtp_kernels.bench.run_steps import StepProblem, candidates
@@ -347,3 +348,15 @@ def test_a_worse_token_is_wrong_even_where_the_rest_follows_from_it() -> None:
         states.append(state[:, 0])
     verdict = problem.check(0, [*tokens, *states])
     assert not verdict.ok and not verdict.why and verdict.error > 0.001
+
+
+def test_the_yardstick_of_fp8_takes_a_scale_a_head() -> None:
+    """As draft_attention does: of one KV head 0.5, of the other 3."""
+    generator = torch.Generator().manual_seed(3)
+    k, v = torch.randn(2, 3, 4, 2, 64, generator=generator).to(torch.float8_e4m3fn).unbind()
+    q, table = torch.randn(1, 1, 4, 64, generator=generator), torch.tensor([[2, 0, 1]], dtype=torch.int32)
+    lengths, scale = torch.tensor([11]), torch.tensor([0.5, 3.0])
+    view = {"window_left": -1, "max_seq_len": 11}
+    got = naive(q, k, v, table, lengths, 0.1, **view, k_scale=scale, v_scale=scale)
+    plain = (k.float() * scale[:, None], v.float() * scale[:, None])
+    torch.testing.assert_close(got, naive(q, *plain, table, lengths, 0.1, **view))

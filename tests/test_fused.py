@@ -169,6 +169,13 @@ def test_chooses(implementation: str, device: str) -> None:
     for batch, topk, rows in ((9, 1, 9), (3, 4, 12), (2, 8, 16)):
         why = f"{rows} rows of a dense head are more than 8"
         assert choose_kernels(dense, views(dense, 1), topk, None, batch) == ("ops", why)
+    for model in (weights, dense):
+        layer = replace(model.layers[0], down=model.layers[0].down.t().contiguous().t())
+        turned = replace(model, layers=(layer, *model.layers[1:]))
+        why = "layers.0.down, whose last dimension is not contiguous"
+        assert choose_kernels(turned, views(turned, 1), 1) == ("ops", why)
+        other = replace(model, lm_head=model.lm_head.double())
+        assert choose_kernels(other, views(other, 1), 1) == ("ops", "lm_head of torch.float64")
     wide = AssistantWeights.synthetic(replace(PRESETS["tiny-dense"], hidden=2048, num_qo_heads=4), dtype=dtype)
     why = "hidden 2048 is not a power of 2 from 16 to 1024"
     assert choose_kernels(wide.to(device), views(wide, 1), 1) == ("ops", why)

@@ -18,7 +18,6 @@ TILE_N, SPLIT_N = 32, 16  # rows of weights in a tile: of what is not split, and
 SPLIT_K = 2048  # columns of a split's tile: 64 KB, as MOST_HIDDEN x TILE_N, so that several share an SM
 SLAB_K = 256  # columns that a warp multiplies on end
 WARPS = 4
-HOLD = True  # the tile stays in registers until x is ready: mostly the kernel in front ends before it has come
 
 
 def settle(
@@ -39,14 +38,14 @@ def linear(x: Tensor, weight: Tensor, output: Tensor, *, gated: bool = False, ea
     """
     splits, constants = _split(x.size(1))
     assert splits == 1
-    return _linear(x, weight, output, TILE_N // 2 if gated else TILE_N, splits, constants, gated, HOLD, early)
+    return _linear(x, weight, output, TILE_N // 2 if gated else TILE_N, splits, constants, gated, True, early)
 
 
 def split_linear(x: Tensor, weight: Tensor, *, waits: bool, early: bool = False) -> tuple[Launch, Pending]:
-    """x [rows, K] @ weight.T, its splits pending. `waits`: x comes later than the weights."""
+    """x [rows, K] @ weight.T, its splits pending. `waits`: x comes later than the weights, so nobody holds them."""
     splits, constants = _split(x.size(1))
     output = new_partials(x, x.size(0), splits, weight.size(0))
-    return _linear(x, weight, output, SPLIT_N, splits, constants, False, HOLD and not waits, early), Pending(output)
+    return _linear(x, weight, output, SPLIT_N, splits, constants, False, not waits, early), Pending(output)
 
 
 def _linear(
@@ -75,7 +74,7 @@ def pre(
     args, constants = source_arguments(embed, embed_scale, state, token_ids, row_index, parts, ids_out, logprobs_out)
     args |= {"weight": weight, "weight_stride": weight.stride(0), "output": output, "num_rows": rows}
     constants |= {
-        **tile, "N": columns, "BLOCK_M": block_rows(rows), "BLOCK_N": SPLIT_N, "HOLD": HOLD and early, "EARLY": early
+        **tile, "N": columns, "BLOCK_M": block_rows(rows), "BLOCK_N": SPLIT_N, "HOLD": early, "EARLY": early
     }
     grid = (triton.cdiv(columns, SPLIT_N), 2 * splits)
     return Launch(pre_dense, grid, args, constants, num_warps=WARPS, early=early), Pending(output)

@@ -79,6 +79,7 @@ def plan(
     folds = -(-chunks // c.fold)
     # Both give the same bits, so that only time is at stake: many programs, or few that have less to set up and leave.
     chunks_a_part, parts = (c.fold, folds) if blocks * folds >= c.enough else (1, chunks)
+    many = chunks_a_part > 1 or blocks * parts > c.at_once
     # One part, if the table holds no more, is the result; else each leaves its sums.
     partial = q.new_empty((heads, parts, head_dim), dtype=torch.float32) if parts > 1 else output
     stats = q.new_empty((heads, parts, 2), dtype=torch.float32) if parts > 1 else None
@@ -119,7 +120,7 @@ def plan(
             "SLABS": c.slabs, "CHUNKS": chunks_a_part,
             "LOG2_PAGE": page_size.bit_length() - 1 if page_size & (page_size - 1) == 0 else -1,
             "SOFT_CAP": logits_soft_cap > 0,
-            "STAGES": c.fold_stages if c.fold_stages and chunks_a_part > 1 else c.stages,
+            "STAGES": c.fold_stages if c.fold_stages and many else c.stages,
             "ONE_TILE": chunks_a_part == 1 and most_keys_a_chunk(bound, c) <= c.block_n, "EARLY": False,
             "PREFETCH": False,
         },
@@ -186,7 +187,8 @@ class Config:
     stages: int  # 3: the next tile's K and V, and the pages of the one after it, are on the way; 5: two tiles; 7: three
     early: bool = False  # the merge may start before the chunks have ended: sm_90 and later
     # What follows changes no bit, and neither do the stages.
-    fold_stages: int = 0  # of programs that run a fold of chunks; 0: as many
+    fold_stages: int = 0  # of programs that run a fold of chunks, or are more than `at_once`; 0: as many
+    at_once: int = 2**31  # programs for which an H200 has room with so many stages
     # From that many programs on, one runs a fold of chunks. Microseconds a step on an H200, batch 8 and 8192 keys: E4B
     # by folds (176 programs) 215, by chunks 206; 31B by folds (352 and more) 582, by chunks 642.
     enough: int = 256
@@ -202,7 +204,8 @@ def config(
     kv_dtype: torch.dtype,
     capability: int,
 ) -> Config:
-    """Tiles that fit: at head_dim 512 in 16 bits 76 KB and up to 252 registers, so that two programs share an SM.
+    """Tiles that fit: at head_dim 512 in 16 bits 76 to 106 KB and up to 252 registers, so that two programs share an SM
+    of Hopper; but 132 KB, where 16 queries share a KV head and there are few programs.
 
     A part writes 4 bytes an element of each of its queries and reads 4 an element of each key: the more queries, the
     more keys it should have. Yet one request alone should give 128 to 256 programs where it has keys enough: an H200
@@ -210,7 +213,9 @@ def config(
     """
     group = num_qo_heads // num_kv_heads
     roomy = capability in (90, 100, 103)  # 227 KB of shared memory a block; elsewhere 99 KB have to do
-    most = 64 if head_dim < 512 else 32  # 64 do not fit in the registers
+    most = 64 if head_dim < 512 else 32  # queries; 64 do not fit in the registers
+    if dtype == torch.float32 and head_dim > 128:
+        most = 8
     block_group = _power_of_two(group)
     block_rows = min(_power_of_two(rows), max(1, most // block_group))
     block_group = max(block_group, 8 // block_rows)
@@ -228,7 +233,8 @@ def config(
     else:
         max_chunks, chunk_weight = 256 // num_kv_heads, min(2.0, num_kv_heads / 2)
     if tile is None:
-        tile = _Tile(16 if short else 32, min(num_warps, head_dim // 32), 3, fold=1 if large else 8)
+        slabs = 4 if wide and dtype == torch.float16 else num_warps  # fp8 becomes fp16 in more registers
+        tile = _Tile(16 if short else 32, min(slabs, head_dim // 32), 3, fold=1 if large else 8)
     return Config(
         block_rows,
         block_group,
@@ -242,6 +248,7 @@ def config(
         stages=tile.stages,
         early=capability >= 90,
         fold_stages=tile.fold_stages,
+        at_once=tile.at_once,
         enough=tile.enough,
     )
 
@@ -255,6 +262,7 @@ class _Tile:
     stages: int
     fold: int = 8
     fold_stages: int = 0
+    at_once: int = 2**31
     chunk_weight: float = 0.0
     max_chunks: int = 0
     enough: int = 256
@@ -266,11 +274,11 @@ def _plain_tile(head_dim: int, num_kv_heads: int, queries: int, roomy: bool) -> 
     Microseconds of attend and merge on an H200 (bench/results/h200/tune_attention.json), now and as it was before
     (16 keys a tile, chunk_weight from the number of heads):
 
-        head_dim 512, 2 KV heads (E4B): 1 x 1024 keys 6.3 and 10.1, 1 x 8192 15.9 and 20.7, 1 x 65536 75.7 and 84.7,
-            8 x 8192 75.5 and 84.7, 64 x 4096 262.8 and 262.0
+        head_dim 512, 2 KV heads (E4B): 1 x 1024 keys 6.3 and 10.1, 1 x 8192 15.9 and 20.7, 8 x 8192 75.5 and 84.7,
+            64 x 4096 262.8 and 262.0; of 26B-A4B 1 x 65536 75.5 and 88.3
         1 KV head, 4 query heads (E2B): 1 x 1024 5.6 and 8.9, 1 x 65536 58 and 70, 8 x 8192 47 and 54,
             64 x 4096 140 and 149
-        1 KV head, 16 query heads (12B): 1 x 1024 11.6 and 12.5, 1 x 65536 65 and 86, 64 x 4096 194 and 218
+        1 KV head, 16 query heads (12B): 1 x 65536 65 and 86, 64 x 4096 194 and 218
         4 KV heads (31B): 1 x 1024 10.9 and 9.6, 1 x 65536 136 and 149, 64 x 4096 528 and 528
         head_dim 256, window 1024, 16 KV heads (31B): batch 1 9.0 and 15.8, 64 247 and 289
         8 KV heads (12B, 26B-A4B): batch 1 6.8 and 11.4, 64 136 and 152
@@ -280,7 +288,8 @@ def _plain_tile(head_dim: int, num_kv_heads: int, queries: int, roomy: bool) -> 
             # By folds from 128 programs on: 47 of E2B at batch 8 and 8192 keys, by chunks 57.
             return _Tile(32, 4, 3, chunk_weight=0.5, enough=128)
         weight = min(2.0, max(1.0, num_kv_heads / 2))
-        return _Tile(16, 4, 7 if roomy else 5, fold_stages=5, chunk_weight=weight)
+        at_once = 264 if queries <= 8 else 132  # two an SM, or one
+        return _Tile(16, 4, 7 if roomy else 5, fold_stages=5, at_once=at_once, chunk_weight=weight)
     if head_dim == 256 and num_kv_heads > 2:
         return _Tile(32, 1, 5, fold_stages=3 if num_kv_heads < 16 else 5, max_chunks=128 // num_kv_heads)
     if head_dim == 256:

@@ -16,57 +16,12 @@
 #include "device.h"
 #include "mail.h"
 #include "merge.h"
+#include "norms.h"
 #include "queue.h"
+#include "shared.h"
 
 namespace mtp::cuda {
 namespace {
-
-constexpr int kPad = 32;  // elements behind a row in shared memory: eight lanes' 16 bytes lie in different banks
-constexpr int kMostSplitRows = 16;
-constexpr int kStaged = 2048;  // elements of x that a warp takes from the mail at a time
-static_assert(kThreads == kHidden, "a thread has a column of x");
-
-// x / 2 * (1 + tanh(u)) = x / (1 + exp(-2 u)), u = sqrt(2 / pi) * (x + 0.044715 x^3)
-__device__ __forceinline__ float gelu_tanh(float x) {
-  const float u = 0.7978845608028654f * (x + 0.044715f * x * x * x);
-  return __fdividef(x, 1.0f + __expf(-2.0f * u));
-}
-
-constexpr int kSums = 2;
-constexpr int kHalves = 2;
-constexpr int kHalfDepth = kHidden / kHalves;  // a quad
-static_assert(kHalfDepth == kQuad * kPieceDepth);
-
-__device__ __forceinline__ float total(const float (&sums)[kSums][4], int k) { return sums[0][k] + sums[1][k]; }
-
-// Of 16 rows.
-__host__ __device__ constexpr int tiles(int rows) { return (rows + 15) / 16; }
-
-// kRows: of the batch, rounded up.
-template <int kRows>
-struct Shared {
-  // Of a unit of the products that all warps share: with many rows, each 16 of them are a unit of their own.
-  static constexpr int kSplitRows = kRows < kMostSplitRows ? kRows : kMostSplitRows;
-  static constexpr int kColumns = kStaged / kSplitRows < kHidden ? kStaged / kSplitRows : kHidden;
-  static constexpr int kOwnRows = kRows <= 8 ? kRows : 1;  // whose norms a block computes
-  union Warp {
-    bf16 x[kSplitRows][kColumns + kPad];   // of its share of the depth
-    float sums[kSplitRows][kUnitColumns];  // its share of a unit
-  };
-  alignas(16) bf16 normed[kRows][kHidden + kPad];
-  alignas(16) Warp warps[kWarps];
-  alignas(16) float squares[2][kOwnRows][kWarps];
-  bf16 norms[4][kHidden];
-  int chunks[kRows];
-};
-
-enum Norm { kPostAttention, kPreFeedforward, kPostFeedforward, kNextNorm };
-
-// Row `row` of the 16 of a tile's half; where there is one row alone, every lane takes that.
-template <int kRows>
-__device__ __forceinline__ int row_of_lane(int tile, int half) {
-  return kRows == 1 ? 0 : tile * 16 + half * 8 + static_cast<int>(threadIdx.x) % 32 / 4;
-}
 
 // Four pieces of weights times those columns of x [rows, stride] in shared memory.
 template <int kRows>
@@ -155,173 +110,6 @@ __device__ __forceinline__ void project_split(const Segment& s, const Product& p
     }
     __syncthreads();
   }
-}
-
-// What becomes of x in each half of a layer.
-struct Step {
-  const uint64_t* from;  // what is normed and added to it
-  const bf16* residual;  // x before it where it comes from memory, else null
-  uint64_t* normed;      // the mail for many rows
-  int after;             // norms: of what is added,
-  int before;            // and of the sum
-  float scalar;
-  bool last;
-};
-
-__device__ __forceinline__ float rms_scale(float squares, float eps) {
-  return rsqrtf(squares * (1.0f / kHidden) + eps);
-}
-
-__device__ __forceinline__ float added(float x, float more, float scale, float norm, float scalar) {
-  return rounded(__fmaf_rn(more * scale, norm, x) * scalar);
-}
-
-// x = (x + rmsnorm(mail) * norm) * scalar, rounded, of kCount rows from first_row on, a thread a column; then
-// `keep(row, x, normed)` with its own norm. Squares are added over 32 columns as a tree, and these sums in order.
-template <int kCount, int kRows, class Keep>
-__device__ __forceinline__ void take_rows(const Segment& s, const Step& step, uint32_t epoch, int first_row,
-                                          float (&x)[kCount], Shared<kRows>& shared, Keep keep) {
-  const int warp = threadIdx.x / 32;
-  const int column = threadIdx.x;
-  if (step.residual != nullptr) {
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) {
-      const int row = first_row + k;
-      x[k] = row < s.rows ? __bfloat162float(__ldcg(step.residual + row * kHidden + column)) : 0.0f;
-    }
-  }
-  float more[kCount];
-  receive_each<kCount>(
-      more, epoch, [&](int k) { return first_row + k < s.rows; },
-      [&](int k) { return step.from + (first_row + k) * kHidden + column; });
-#pragma unroll
-  for (int turn = 0; turn < 2; ++turn) {
-    float squares[kCount];
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) {
-      const float value = turn == 0 ? more[k] : x[k];
-      squares[k] = warp_sum(value * value);
-    }
-    if (threadIdx.x % 32 == 0) {
-#pragma unroll
-      for (int k = 0; k < kCount; ++k) {
-        shared.squares[turn][k][warp] = squares[k];
-      }
-    }
-    __syncthreads();
-    const float norm = __bfloat162float(shared.norms[turn == 0 ? step.after : step.before][column]);
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) {
-      float sum = 0.0f;
-#pragma unroll
-      for (int w = 0; w < kWarps; w += 4) {
-        const float4 four = *reinterpret_cast<const float4*>(&shared.squares[turn][k][w]);
-        sum = sum + four.x + four.y + four.z + four.w;
-      }
-      const float scale = rms_scale(sum, s.eps);
-      if (turn == 0) {
-        x[k] = added(x[k], more[k], scale, norm, step.scalar);
-      } else {
-        keep(k, x[k], __float2bfloat16(x[k] * scale * norm));
-      }
-    }
-  }
-}
-
-// The same of as many rows as there are warps, a warp a row, whose lanes have a column of each 32: nobody waits for
-// another warp. Sums are added in the same order.
-template <int kRows, class Keep>
-__device__ __forceinline__ void take_row_of_warp(const Segment& s, const Step& step, uint32_t epoch, float (&x)[kWarps],
-                                                 const Shared<kRows>& shared, Keep keep) {
-  static_assert(kHidden == kWarps * 32 && kRows == kWarps);
-  const int row = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const bool live = row < s.rows;
-  if (step.residual != nullptr) {
-#pragma unroll
-    for (int k = 0; k < kWarps; ++k) {
-      x[k] = live ? __bfloat162float(__ldcg(step.residual + row * kHidden + k * 32 + lane)) : 0.0f;
-    }
-  }
-  float more[kWarps];
-  receive_each<kWarps>(
-      more, epoch, [&](int) { return live; }, [&](int k) { return step.from + row * kHidden + k * 32 + lane; });
-  const auto scale_of = [&](const float (&values)[kWarps]) {
-    float squares[kWarps];
-    float sum = 0.0f;
-#pragma unroll
-    for (int k = 0; k < kWarps; ++k) {
-      squares[k] = warp_sum(values[k] * values[k]);
-    }
-#pragma unroll
-    for (int k = 0; k < kWarps; ++k) {
-      sum += squares[k];
-    }
-    return rms_scale(sum, s.eps);
-  };
-  const float scale = scale_of(more);
-#pragma unroll
-  for (int k = 0; k < kWarps; ++k) {
-    x[k] = added(x[k], more[k], scale, __bfloat162float(shared.norms[step.after][k * 32 + lane]), step.scalar);
-  }
-  const float scale_after = scale_of(x);
-#pragma unroll
-  for (int k = 0; k < kWarps; ++k) {
-    const float norm = __bfloat162float(shared.norms[step.before][k * 32 + lane]);
-    keep(row, k * 32 + lane, x[k], __float2bfloat16(x[k] * scale_after * norm));
-  }
-}
-
-__device__ __forceinline__ void leave(const Segment& s, int at, float x, bf16 normed) {
-  if (s.x_out != nullptr) {
-    static_cast<bf16*>(s.x_out)[at] = __float2bfloat16(x);
-  }
-  if (s.normed != nullptr) {
-    static_cast<bf16*>(s.normed)[at] = normed;
-  }
-}
-
-// Every block needs all normed rows: each computes few of them for itself; of many, a block computes one and posts it.
-template <int kRows>
-__device__ __forceinline__ void take_in(const Segment& s, const Step& step, uint32_t epoch,
-                                        float (&x)[Shared<kRows>::kOwnRows], Shared<kRows>& shared) {
-  const auto keep_here = [&](int row, int column, float value, bf16 normed) {
-    shared.normed[row][column] = normed;
-    if (step.last && row < s.rows && row == static_cast<int>(blockIdx.x)) {
-      leave(s, row * kHidden + column, value, normed);
-    }
-  };
-  if constexpr (kRows == 1) {
-    take_rows(s, step, epoch, 0, x, shared,
-              [&](int, float value, bf16 normed) { keep_here(0, threadIdx.x, value, normed); });
-  } else if constexpr (kRows == kWarps) {
-    take_row_of_warp(s, step, epoch, x, shared, keep_here);
-  } else {
-    const int row = blockIdx.x;
-    if (row < s.rows) {
-      take_rows(s, step, epoch, row, x, shared, [&](int, float value, bf16 normed) {
-        const int at = row * kHidden + threadIdx.x;
-        const float one = __bfloat162float(normed);
-        const float two = __shfl_down_sync(kAll, one, 1);
-        if (threadIdx.x % 2 == 0) {
-          post(step.normed + at / 2, word(pack(one, two), epoch));
-        }
-        if (step.last) {
-          leave(s, at, value, normed);
-        }
-      });
-    }
-    constexpr int kPairs = kRows * kHidden / 4 / kThreads;
-    uint32_t words[2 * kPairs];
-    const auto at = [](int k) { return (k * kThreads + static_cast<int>(threadIdx.x)) * 4; };
-    receive<kPairs>(
-        words, epoch, [&](int k) { return at(k) < s.rows * kHidden; }, [&](int k) { return step.normed + at(k) / 2; });
-#pragma unroll
-    for (int k = 0; k < kPairs; ++k) {
-      auto* to = &shared.normed[at(k) / kHidden][at(k) % kHidden];
-      *reinterpret_cast<uint2*>(to) = make_uint2(words[2 * k], words[2 * k + 1]);
-    }
-  }
-  __syncthreads();
 }
 
 // Products of the normed rows, a unit a warp. The halves of the depth are summed apart, as where they are two warps'.
@@ -452,7 +240,7 @@ __global__ void __launch_bounds__(kThreads, 1) run_segment(const __grid_constant
   epoch += epoch == 0;  // that of words which nobody has written yet
 
   merge<kRows <= 1 ? 1 : kRows <= 8 ? 2 : 4>(s, epoch, shared);
-  float x[Shared<kRows>::kOwnRows];
+  float x[Shared<kRows>::kHeld];
 #pragma unroll 1
   for (int half = 0; half < 2; ++half) {
     const bool last = half == 1;

@@ -23,8 +23,8 @@ MOST_LINES, MOST_CHARACTERS = 15, 1500  # of what is kept of a failure: its end 
 class Counter:
     """Counts outcomes by test file, and keeps the names of failures, with the end of what pytest says of each.
 
-    The record is written after every failure and every hundred outcomes: a run that is cut short leaves what it saw,
-    with null for its exit code.
+    The record is written after every failure and every hundred outcomes, and at the end: a run that is cut short leaves
+    what it saw, with null for its exit code.
     """
 
     def __init__(self, about: dict[str, Any], out: Path) -> None:
@@ -42,6 +42,9 @@ class Counter:
                 self.failed[report.nodeid] = last_lines(report.longreprtext)
             if report.failed or self.count % 100 == 0:
                 self.write(None)
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        self.write(int(exitstatus))  # before the summary, which may take long
 
     def write(self, exit_code: int | None) -> None:
         record = {**self.about, "exit_code": exit_code, "failed": self.failed, "outcomes": self.outcomes}

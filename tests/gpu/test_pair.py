@@ -78,7 +78,7 @@ def private(weights: AssistantWeights, seeds: Seeds, topk: int, nodes: int | Non
 
 def most_private(head: str, topk: int) -> int:
     """Requests that the private kernels serve."""
-    return BATCH if head == "centroid" else 4 // topk
+    return BATCH if head == "centroid" else 8 // topk
 
 
 def captured(

@@ -95,9 +95,10 @@ def test_fp8_head_with_a_reduced_vocabulary(rows: int, suppressed: bool) -> None
 
 
 @pytest.mark.parametrize(
-    ("head", "rows"), [*(("centroids", rows) for rows in (1, 3, 9)), *(("dense", rows) for rows in (1, 2, 4))]
+    ("head", "rows", "topk", "nodes"),
+    [*(("centroids", rows, *tree) for rows in (1, 3, 9) for tree in ((1, None), (2, 5))),
+     *(("dense", rows, 1, None) for rows in (1, 3, 8)), *(("dense", rows, 2, 5) for rows in (1, 2, 4))],
 )
-@pytest.mark.parametrize(("topk", "nodes"), [(1, None), (2, 5)])
 def test_private_kernels(head: str, rows: int, topk: int, nodes: int | None, kernels: str = "fused") -> None:
     weights = weights_of("cpu", torch.bfloat16, head)
     kv = {name: view.with_seq_lens(torch.full((rows,), 21)) for name, view in views(weights, rows).items()}
