@@ -18,6 +18,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -84,7 +85,7 @@ def cross(*pairs: tuple[list[tuple[int, int, int, int]], list[tuple[float, int, 
 # 132 SMs; 1/2 gives 64 (256 programs: two an SM), 2 gives 128 (128: one). Deeper or larger tiles keep more bytes on the
 # way where an SM has one program: 33 KB a microsecond an SM is the floor, a tile of 16 keys is 32 KB.
 A, B, C, D = (16, 4, 4, 5), (32, 4, 4, 3), (32, 8, 8, 3), (32, 4, 4, 5)
-E, F, G, H = (16, 4, 4, 7), (32, 8, 8, 5), (16, 8, 8, 5), (64, 8, 8, 3)
+E, F, G = (16, 4, 4, 7), (32, 8, 8, 5), (16, 8, 8, 5)
 HALF, ONE, TWO = (0.5, 128, 8), (1.0, 128, 8), (2.0, 128, 8)
 FULL_31B = cross(
     ([A], [(1.0, 64, 8), (1.0, 128, 8), (4.0, 64, 8), (2.0, 32, 8), (2.0, 64, 4)]),
@@ -129,7 +130,7 @@ FAMILIES = (
 
 
 @dataclass
-class Inputs4:
+class Arguments:
     """The arguments of plan(), as a round gives them."""
 
     args: tuple[Any, ...]
@@ -138,7 +139,7 @@ class Inputs4:
     bytes: int
 
 
-def make_inputs(family: Family, shape: Shape, device: str, dtype: torch.dtype = torch.bfloat16) -> Inputs4:
+def make_inputs(family: Family, shape: Shape, device: str, dtype: torch.dtype = torch.bfloat16) -> Arguments:
     (qo, kv), dim, batch = family.heads, family.head_dim, shape.batch
     visible = min(shape.context, family.window) if family.window else shape.context
     pairs = dim // 2 if family.window else dim // 8
@@ -162,10 +163,10 @@ def make_inputs(family: Family, shape: Shape, device: str, dtype: torch.dtype = 
     positions = torch.full((batch,), shape.context - 1, dtype=torch.int64, device=device)
     kwargs |= {"q_norm_weight": norm, "rope_inv_freq": freq, "positions": positions, "capability": 90}
     size = 2 * q.numel() * q.element_size() + batch * visible * kv * dim * 2 * k.element_size()
-    return Inputs4((q, k, v, table, lengths, 1.0), kwargs, visible, size)
+    return Arguments((q, k, v, table, lengths, 1.0), kwargs, visible, size)
 
 
-def plan(inputs: Inputs4, c: Any, early: bool = True) -> tuple[list[Any], torch.Tensor]:
+def plan(inputs: Arguments, c: Any, early: bool = True) -> tuple[list[Any], torch.Tensor]:
     """The launches of a round: as fused.py has them."""
     attention.config = lambda *_: c
     try:
@@ -197,7 +198,7 @@ class NoGpu:
         return 0
 
 
-def compile_one(family: Family, shape: Shape, c: Any, index: int, verbose: bool) -> dict[str, Any]:
+def compile_one(family: Family, shape: Shape, c: Any, index: int) -> dict[str, Any]:
     """In a worker: warms Triton's cache on disk through the same path that a launch takes."""
     start = time.monotonic()
     try:
@@ -210,16 +211,13 @@ def compile_one(family: Family, shape: Shape, c: Any, index: int, verbose: bool)
             num_stages=launch.num_stages, launch_pdl=True,
         )
         found = {"shared": built.metadata.shared, "seconds": time.monotonic() - start, "error": ""}
-        if verbose:
-            found["registers"], found["spills"] = resources(built.asm["ptx"])
+        found["registers"], found["spills"] = resources(built.asm["ptx"])
         return found
     except Exception as error:
         return {"error": f"{type(error).__name__}: {str(error)[:300]}", "seconds": time.monotonic() - start}
 
 
 def resources(ptx: str) -> tuple[int, int]:
-    import re
-
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
@@ -270,7 +268,7 @@ class Try:
                 "programs": self.programs, "attend_us": self.times[0], "both_us": self.times[1], **self.about}
 
 
-def tries_of(family: Family, shape: Shape, inputs: Inputs4) -> list[Try]:
+def tries_of(family: Family, shape: Shape, inputs: Arguments) -> list[Try]:
     found: list[Try] = []
     present = family.present()
     blocks = shape.batch * family.heads[1] * -(-family.rows // present.block_rows)
@@ -305,7 +303,7 @@ def note_occupancy(t: Try) -> None:
     t.about["waves"] = round(t.programs / (t.about["an_sm"] * SMS), 2)
 
 
-def exact_result(inputs: Inputs4) -> torch.Tensor:
+def exact_result(inputs: Arguments) -> torch.Tensor:
     """In fp64, a few requests at a time."""
     q, k, v, table, lengths, scale = inputs.args
     kwargs = {n: x for n, x in inputs.kwargs.items() if n != "capability"}
@@ -356,7 +354,7 @@ def sample(t: Try, which: int, times: int) -> None:
     t.samples[which] += [a.elapsed_time(b) * 1000 / t.nodes for a, b in pairwise(events)]
 
 
-def prepare(t: Try, inputs: Inputs4, exact: torch.Tensor, allowed: float) -> float:
+def prepare(t: Try, inputs: Arguments, exact: torch.Tensor, allowed: float) -> float:
     """The error of the result; raises where it is wrong."""
     t.launches, t.output = plan(inputs, t.c)
     got = run_all(t).double()
@@ -467,7 +465,7 @@ def start_compiling(pool: Any, families: list[Family]) -> dict[str, Any]:
                 for index, launch in enumerate(plan(inputs, t.c)[0]):
                     key = key_of(launch)
                     if key not in jobs:
-                        jobs[key] = pool.apply_async(compile_one, (family, shape, t.c, index, True))
+                        jobs[key] = pool.apply_async(compile_one, (family, shape, t.c, index))
     return jobs
 
 
