@@ -86,8 +86,9 @@ def overlap(launch: Launch, early: bool, *read: Tensor) -> Launch:
     Not an attention whose programs fold their chunks: there are more than an SM has room for, so that few would start
     early, and they have no registers left. Nor one that loads all its keys before it waits.
     """
-    constants = {**launch.constants, "EARLY": early}
-    if "PREFETCH" in constants:
-        loads = constants.get("CHUNKS", 1) == 1 and not constants.get("ONE_TILE", False)
-        constants["PREFETCH"] = early and loads and can_prefetch(*read)
-    return replace(launch, constants=constants, early=early)
+    launch = launch.with_early(early)
+    constants = launch.constants
+    if "PREFETCH" not in constants:
+        return launch
+    loads = constants.get("CHUNKS", 1) == 1 and not constants.get("ONE_TILE", False)
+    return replace(launch, constants={**constants, "PREFETCH": early and loads and can_prefetch(*read)})

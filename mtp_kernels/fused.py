@@ -10,7 +10,7 @@ Triton, so import this only where that is wanted.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -205,14 +205,12 @@ def _step(
         return normed, after, parts
     parts = new_parts(normed, total, weights.num_active * pieces(size), depth)
     launch, chosen = rank_launch(scores, group_max, _round.GROUP, weights.num_active)
-    emit(_start_early(launch, early))
-    emit(
-        _start_early(
-            candidate_launch(normed, chosen, weights.token_ordering, weights.lm_head, num_centroids,
-                             weights.centroid_ordered, outputs=parts, depth=depth),
-            early,
-        )
+    emit(launch.with_early(early))
+    launch = candidate_launch(
+        normed, chosen, weights.token_ordering, weights.lm_head, num_centroids, weights.centroid_ordered, outputs=parts,
+        depth=depth
     )
+    emit(launch.with_early(early))
     return normed, after, parts
 
 
@@ -254,7 +252,7 @@ def _segments(
                 normed=normed, centroids=weights.centroids, scores=scores, group_max=group_max, early=drafter.early,
             )
         for launch in launches:
-            drafter.emit(_start_early(launch, drafter.early))
+            drafter.emit(launch.with_early(drafter.early))
         drafter.emit(segment)
 
 
@@ -265,7 +263,7 @@ def _layer(drafter: Drafter, layer: LayerWeights, x: _round.Pending, batch: int,
     between = torch.empty_like(residual)
     launches, attended = _attention(drafter, layer, q)
     for launch in launches:
-        emit(_start_early(launch, early))
+        emit(launch.with_early(early))
     launch, x = _round.linear(attended.view(total, -1), layer.o_proj, early=early)
     emit(launch)
     x, left = _settle(drafter, x.after(residual, layer.post_attention_norm), between)
@@ -306,8 +304,3 @@ def _settle(drafter: Drafter, x: _round.Pending, x_out: Tensor) -> tuple[_round.
     for launch in launches:
         drafter.emit(launch)
     return x, left
-
-
-def _start_early(launch: Launch, early: bool) -> Launch:
-    """A launch of an op's kernel that has the constant EARLY."""
-    return replace(launch, constants={**launch.constants, "EARLY": early}, early=early)

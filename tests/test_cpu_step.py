@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ if why := _native.cpu_library():
 VOCAB = 4096  # of the large size's head, to be quick
 LAYERS, VIEWS, NUMBERS, TOPK, STEPS = 15, 18, 19, 20, 21  # arguments of mtp_cpu::draft_step
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CASES = list(product(["tiny", "tiny-dense", "E2B"], DTYPES, [1, 2, 5]))
+Case = tuple[AssistantWeights, dict[str, KVView], tuple[Tensor, Tensor, Tensor]]
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +32,15 @@ def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=CASES, ids=["-".join(map(str, case)) for case in CASES])
+def case(threads: None, request: pytest.FixtureRequest) -> Case:
+    """(weights, target's cache, seeds) of a batch of 3, on a number of threads."""
+    head, dtype, num_threads = request.param
+    torch.set_num_threads(num_threads)
+    weights = AssistantWeights.synthetic(head, dtype=dtype, vocab=VOCAB if head == "E2B" else None)
+    return weights, views(weights, 3), seeds(weights, 3, 0)
 
 
 def step_of(weights: AssistantWeights, kv: dict[str, KVView], requests: slice = slice(None)) -> Any:
@@ -47,28 +59,16 @@ def check_same(weights: AssistantWeights, kv: dict[str, KVView], ids: Tensor, st
         assert_same_bits(one, two)
 
 
-@pytest.mark.parametrize("head", ["tiny", "tiny-dense", "E2B"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_threads", [1, 2, 5])
-def test_has_the_bits_of_the_ops(head: str, dtype: torch.dtype, num_threads: int) -> None:
-    torch.set_num_threads(num_threads)
-    weights = AssistantWeights.synthetic(head, dtype=dtype, vocab=VOCAB if head == "E2B" else None)
-    kv = views(weights, 3)
-    ids, state, positions = seeds(weights, 3, 0)
+def test_has_the_bits_of_the_ops(case: Case) -> None:
+    weights, kv, (ids, state, positions) = case
     check_same(weights, kv, ids.unsqueeze(1), state.unsqueeze(1), positions)
     two = torch.stack([ids, ids.flip(0)], 1)  # both rows of a request grow from its last row of state, or its first
     states = torch.stack([state, state.flip(0)], 1)
     check_same(weights, kv, two, states, positions, torch.tensor([[1, 0], [1, 1], [0, 0]]), 2)
 
 
-@pytest.mark.parametrize("head", ["tiny", "tiny-dense", "E2B"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_threads", [1, 2, 5])
-def test_a_chain_has_the_bits_of_its_steps(head: str, dtype: torch.dtype, num_threads: int) -> None:
-    torch.set_num_threads(num_threads)
-    weights = AssistantWeights.synthetic(head, dtype=dtype, vocab=VOCAB if head == "E2B" else None)
-    kv = views(weights, 3)
-    ids, state, positions = seeds(weights, 3, 0)
+def test_a_chain_has_the_bits_of_its_steps(case: Case) -> None:
+    weights, kv, (ids, state, positions) = case
     found = cpu_chain(weights, kv)(ids, state, positions, 4)
     for logprobs, token_ids, next_state in zip(*found):
         expected = draft_step(weights, kv, ids.unsqueeze(1), state.unsqueeze(1), positions)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -32,6 +32,10 @@ class Launch:
             self.kernel[self.grid](
                 **self.args, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages, **options
             )
+
+    def with_early(self, early: bool) -> Launch:
+        """This launch, of a kernel that has the constant EARLY, starting early or not."""
+        return replace(self, constants={**self.constants, "EARLY": early}, early=early)
 
 
 @lru_cache(maxsize=32)

@@ -173,7 +173,7 @@ def plan(inputs: Arguments, c: Any, early: bool = True) -> tuple[list[Any], torc
         launches, output = attention.plan(*inputs.args, **inputs.kwargs)
     finally:
         attention.config = PRESENT
-    return [replace(one, constants={**one.constants, "EARLY": early}, early=early) for one in launches], output
+    return [one.with_early(early) for one in launches], output
 
 
 def key_of(launch: Any) -> str:
