@@ -67,7 +67,8 @@ def _best(weights: AssistantWeights, normed: Tensor) -> Tensor:
     if weights.centroids is None or weights.token_ordering is None:
         return torch.nn.functional.linear(normed, weights.lm_head).argmax(-1)
     logits, ids = centroid_logits.pytorch_candidates(
-        normed, weights.centroids, weights.token_ordering, weights.lm_head, weights.num_active
+        normed, weights.centroids, weights.token_ordering, weights.lm_head, weights.num_active,
+        weights.centroid_ordered,
     )
     return ids.gather(-1, logits.argmax(-1, keepdim=True)).squeeze(-1)
 

@@ -65,10 +65,13 @@ def prepare(case: Case, setting: Setting) -> tuple[Any, list[Candidate]]:
 
 @lru_cache(maxsize=1)
 def _weights(model: str, dtype: torch.dtype, device: torch.device) -> AssistantWeights:
-    """Of the last model that was asked for: a dense head and its embedding take gigabytes and seconds."""
+    """Of the last model that was asked for: a dense head and its embedding take gigabytes and seconds.
+
+    A centroid head's rows are in centroid order, for us and for the peers, as whoever serves the model has them.
+    """
     config = config_of(model)
     embed = Inputs(device, dtype).table(config.vocab, config.backbone)
-    return AssistantWeights.synthetic(config, dtype=dtype, device=device, embed_weight=embed)
+    return AssistantWeights.synthetic(config, dtype=dtype, device=device, embed_weight=embed).reordered()
 
 
 def measure_candidates(

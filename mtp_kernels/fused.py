@@ -24,7 +24,7 @@ from .ops.draft_attention import triton_serves
 from .ops.lm_head_topk import serves as serves_dense_head
 from .triton_ops import _round, draft_attention
 from .triton_ops._centroids import candidate_launch, pieces, rank_launch
-from .triton_ops._launch import Launch, capability
+from .triton_ops._launch import Launch, capability, count_sms
 from .triton_ops._topk import merge_launch, new_parts, new_results
 from .weights import AssistantWeights, LayerWeights
 
@@ -294,7 +294,7 @@ def _attention(drafter: Drafter, layer: LayerWeights, q: Tensor) -> tuple[list[L
         q, kv.k_cache, kv.v_cache, kv.block_table, kv.seq_lens, layer.sm_scale, max_seq_len=kv.max_seq_len,
         window_left=kv.window_left, k_scale=kv.k_scale, v_scale=kv.v_scale, q_norm_weight=layer.q_norm,
         q_norm_eps=drafter.weights.norm_eps, rope_inv_freq=layer.rope_inv_freq, positions=drafter.positions,
-        capability=capability(q.device),
+        capability=capability(q.device), sms=count_sms(q.device),
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from mtp_kernels.bench.case import Case
 from mtp_kernels.bench.checks import ATOL, HeadOracle, Verdict, check_exact, check_floats
+from mtp_kernels.bench.ops.centroid_logits import pytorch_candidates
 from mtp_kernels.bench.ops.draft_attention import naive
 from mtp_kernels.bench.oracle import AT_ONCE
 from mtp_kernels.bench.peers import Peers
@@ -18,6 +19,7 @@ from mtp_kernels.bench.setting import Setting
 from torch import Tensor
 
 from mtp_kernels.draft import DraftTree
+from mtp_kernels.heads import reorder_lm_head
 
 CPU = torch.device("cpu")
 EXACT = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64)
@@ -360,3 +362,13 @@ def test_the_yardstick_of_fp8_takes_a_scale_a_head() -> None:
     got = naive(q, k, v, table, lengths, 0.1, **view, k_scale=scale, v_scale=scale)
     plain = (k.float() * scale[:, None], v.float() * scale[:, None])
     torch.testing.assert_close(got, naive(q, *plain, table, lengths, 0.1, **view))
+
+
+def test_a_head_in_centroid_order_has_the_same_candidates_in_plain_pytorch() -> None:
+    torch.manual_seed(0)
+    normed, centroids, head = torch.randn(3, 16), torch.randn(4, 16), torch.randn(32, 16)
+    ordering = torch.randperm(32)
+    logits, ids = pytorch_candidates(normed, centroids, ordering, head, 2)
+    of_ordered, same_ids = pytorch_candidates(normed, centroids, ordering, reorder_lm_head(head, ordering), 2, True)
+    assert torch.equal(ids, same_ids)
+    torch.testing.assert_close(of_ordered, logits)

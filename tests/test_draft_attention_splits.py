@@ -75,15 +75,17 @@ def test_neighbours_with_many_keys_change_no_bit(device: str, implementation: st
 def test_many_programs_and_few_give_the_same_bits(
     device: str, implementation: str, dtype: torch.dtype, window_left: int, fold: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A program for each chunk of keys, or for a fold of them; all are right, and read no poison."""
+    """A program for each chunk of keys or for several, or for a fold of them or several; none reads poison."""
     args, kwargs = problem(EDGES, page_size=16, dtype=dtype, window_left=window_left, device=device, **HEADS,
                            **options(len(EDGES), 1, device=device))
-    few = plans_of_triton(monkeypatch, implementation, enough=1, fold=fold)
-    expected = check_call(args, kwargs, implementation)
-    many = plans_of_triton(monkeypatch, implementation, enough=10**9, fold=fold)
-    assert_same_bits(check_call(args, kwargs, implementation), expected)
-    if implementation == "triton":
-        assert few == [fold] and many == [1]
+    expected: Tensor | None = None
+    for way in ((1, 1), (fold, 1), (1, 3), (fold, 2)):
+        ran = plans_of_triton(monkeypatch, implementation, lambda _, way=way: way, fold=fold)
+        got = check_call(args, kwargs, implementation)
+        expected = got if expected is None else expected
+        assert_same_bits(got, expected)
+        if implementation == "triton":
+            assert ran[0][0] == way[0] and 1 <= ran[0][1] <= way[1]
 
 
 @pytest.mark.kernels_only
@@ -92,11 +94,11 @@ def test_many_programs_and_few_give_the_same_bits(
 def test_neighbours_that_take_programs_change_no_bit(
     device: str, implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Together the requests make programs enough for folds, alone they do not; nor does the table's width show."""
+    """Together the requests run in folds, alone in chunks; nor does the table's width show."""
     lengths = [300, 0, 40, 129]
     args, kwargs = problem(lengths, page_size=16, device=device, **HEADS, **options(4, 1, device=device))
     q, k, v, table, seq_lens, scale = args
-    plans = plans_of_triton(monkeypatch, implementation, enough=9)
+    plans = plans_of_triton(monkeypatch, implementation, lambda blocks: (8, 1) if blocks > 1 else (1, 2))
     with forced(implementation):
         together = call(OP, *args, **kwargs)
         for b, length in enumerate(lengths):
@@ -105,12 +107,15 @@ def test_neighbours_that_take_programs_change_no_bit(
                 mine = [q[b : b + 1], k, v, table[b : b + 1, :pages], seq_lens[b : b + 1], scale]
                 assert_same_bits(call(OP, *mine, **alone), together[b : b + 1])
     if implementation == "triton":
-        assert plans[0] == 8 and set(plans[1:]) == {1}
+        assert plans[0][0] == 8 and {chunks for chunks, _ in plans[1:]} == {1}
 
 
-def plans_of_triton(monkeypatch: pytest.MonkeyPatch, implementation: str, **sizes: int) -> list[int]:
-    """The Triton kernel with these sizes in its Config; the list gets the chunks of a program of each call."""
-    made: list[int] = []
+def plans_of_triton(
+    monkeypatch: pytest.MonkeyPatch, implementation: str, way: Callable[[int], tuple[int, int]], **sizes: int
+) -> list[tuple[int, int]]:
+    """The Triton kernel with these sizes in its Config, and `way` (of the number of requests and KV heads) for the
+    chunks of a part and the parts of a program at most, which the list gets of each call."""
+    made: list[tuple[int, int]] = []
     if implementation == "triton":
         from mtp_kernels.triton_ops import draft_attention as triton
 
@@ -119,9 +124,14 @@ def plans_of_triton(monkeypatch: pytest.MonkeyPatch, implementation: str, **size
 
         def spy(*args: Any, **kwargs: Any) -> Any:
             launches, output = plan(*args, **kwargs)
-            made.extend(launch.constants["CHUNKS"] for launch in launches[:1])
+            made.extend((launch.constants["CHUNKS"], launch.args["run"]) for launch in launches[:1])
             return launches, output
 
+        def spread(blocks: int, chunks: int, *_: Any) -> tuple[int, int]:
+            chunks_a_part, run = way(blocks)
+            return chunks_a_part, min(run, -(-chunks // chunks_a_part))
+
+        monkeypatch.setattr(triton, "spread", spread)
         monkeypatch.setattr(triton, "config", lambda *args: replace(config(*args), **sizes))
         monkeypatch.setattr(triton, "plan", spy)
     return made

@@ -1,4 +1,4 @@
-"""Kernels of draft_attention: a chunk of keys, or a fold of several, a program; then the merge of what they leave.
+"""Kernels of draft_attention: chunks of keys, or folds of chunks, one or more a program; then the merge of these parts.
 
 A draft has few queries and many keys. Scores are [keys, queries] and the average is [head_dim, queries], so that the
 few queries are the short side of a tensor core's tile (8), and K and V are read as they lie. Each warp multiplies its
@@ -7,9 +7,9 @@ still. A query is a row of the request and a head of the group that shares the K
 once.
 
 A chunk is the unit of arithmetic: its running maximum, its sum, and its average, not divided by the sum yet, start from
-nothing. FOLD consecutive chunks are folded in order, and the folds are merged. One request alone needs a program for
-each chunk; where there are many, a program runs a fold of chunks, and leaves that much less to write and to merge.
-The kernels give the same bits either way: what both compute leaves the compiler no choice of what to round.
+nothing. FOLD consecutive chunks are folded in order, and the folds then likewise. One request alone needs a program for
+each chunk; where there are many, a program runs folds of chunks, and leaves that much less to write and to merge.
+The kernels give the same bits in all ways: what they share leaves the compiler no choice of what to round.
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ def attend_tile(k_one, k_two, v_one, v_two, seen, q_one, q_two, top, total, y_on
     return new_top, total, y_one, y_two
 
 
-@triton.jit(do_not_specialize=["num_pages", "page_size", "bound", "max_chunks", "rows", "num_kv_heads",
-                               "group", "num_pairs", "table_size", "table_stride",
+@triton.jit(do_not_specialize=["num_pages", "page_size", "bound", "max_chunks", "parts", "run", "rows",
+                               "num_kv_heads", "group", "num_pairs", "table_size", "table_stride",
                                "position_stride_batch", "position_stride", "k_scale_stride", "v_scale_stride"],
             do_not_specialize_on_alignment=["seq_lens_ptr", "kv_indptr_ptr", "table_ptr", "positions_ptr"])
 def attend(
@@ -199,14 +199,15 @@ def attend(
     k_stride_page, k_stride_slot, k_stride_head,
     v_stride_page, v_stride_slot, v_stride_head,
     table_stride, table_size, position_stride_batch, position_stride, k_scale_stride, v_scale_stride,
-    num_pages, page_size, bound, max_chunks, chunk_weight, rows, num_kv_heads, group, num_pairs, sm_scale,
+    num_pages, page_size, bound, max_chunks, chunk_weight, parts, run, rows, num_kv_heads, group, num_pairs, sm_scale,
     logits_soft_cap, eps,
     HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
-    SLABS: tl.constexpr, CHUNKS: tl.constexpr, LOG2_PAGE: tl.constexpr, SOFT_CAP: tl.constexpr, STAGES: tl.constexpr,
-    ONE_TILE: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr,
+    SLABS: tl.constexpr, CHUNKS: tl.constexpr, RUNS: tl.constexpr, LOG2_PAGE: tl.constexpr, SOFT_CAP: tl.constexpr,
+    STAGES: tl.constexpr, ONE_TILE: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr,
 ):
-    """Grid (batch * num_kv_heads * row blocks, parts). A part is CHUNKS chunks, in one loop over their tiles.
+    """Grid (batch * num_kv_heads * row blocks, parts over `run`). A part is CHUNKS chunks; one loop over all tiles.
 
+    RUNS: whether `run`, the parts of a program, is more than 1.
     ONE_TILE: a part is a chunk that never has more than BLOCK_N keys; then these are on their way before the queries
     are waited for. The cache is the target's, which no kernel of a round writes. PREFETCH: L2 is asked for the first of
     a part's keys.
@@ -219,7 +220,7 @@ def attend(
     row_blocks = tl.cdiv(rows, BLOCK_ROWS)
     row_block, head = tl.program_id(0) % row_blocks, tl.program_id(0) // row_blocks % num_kv_heads
     b = tl.program_id(0) // (row_blocks * num_kv_heads)
-    part, parts = tl.program_id(1), tl.num_programs(1)
+    part = tl.program_id(1) * run
 
     table, first, visible = locate(table_ptr, seq_lens_ptr, kv_indptr_ptr, table_stride, table_size, page_size, bound,
                                    b)
@@ -227,6 +228,7 @@ def attend(
     # In 64 bits: a part that does not exist may begin behind 2^31.
     span = keys.to(tl.int64) * CHUNKS
     begin = part * span
+    span *= run
     if stats_ptr is not None and begin >= visible:
         wait_for_others(EARLY)  # a kernel that ends before those in front of it would let the next one run too soon
         return
@@ -234,7 +236,6 @@ def attend(
     begin = first + begin.to(tl.int32)
 
     n = tl.arange(0, BLOCK_N)
-    i = tl.arange(0, HALF)
     k_head, v_head = k_ptr + head.to(tl.int64) * k_stride_head, v_ptr + head.to(tl.int64) * v_stride_head
     if PREFETCH and begin < end:
         prefetch_keys(k_head, v_head, table, begin, end, page_size, num_pages, k_stride_page, k_stride_slot,
@@ -260,9 +261,12 @@ def attend(
     total = tl.zeros([BLOCK_M], tl.float32)
     y_one = tl.zeros([HALF, BLOCK_M], tl.float32)  # [head_dim / 2, queries]
     y_two = tl.zeros([HALF, BLOCK_M], tl.float32)
+    SEVERAL: tl.constexpr = CHUNKS > 1 or RUNS
+    if SEVERAL:
+        chunk_end = begin + keys
     if CHUNKS > 1:
         all_top, all_total, all_one, all_two = top, total, y_one, y_two
-        chunk_end = begin + keys
+        part_end = begin + keys * CHUNKS
     if ONE_TILE:
         top, total, y_one, y_two = attend_tile(
             k_one, k_two, v_one, v_two, seen, q_one, q_two, top, total, y_one, y_two, scale, logits_soft_cap, SOFT_CAP,
@@ -274,29 +278,49 @@ def attend(
         top, total, y_one, y_two = attend_tile(
             k_one, k_two, v_one, v_two, seen, q_one, q_two, top, total, y_one, y_two, scale, logits_soft_cap, SOFT_CAP,
             dtype)
-        if CHUNKS > 1 and start + BLOCK_N >= tl.minimum(chunk_end, end):
-            all_top, all_total, shrink, new_shrink = fold(all_top, all_total, top, total)
-            all_one = tl.fma(all_one, shrink[None, :], y_one * new_shrink[None, :])
-            all_two = tl.fma(all_two, shrink[None, :], y_two * new_shrink[None, :])
+        if SEVERAL and start + BLOCK_N >= tl.minimum(chunk_end, end):
+            if CHUNKS > 1:
+                all_top, all_total, shrink, new_shrink = fold(all_top, all_total, top, total)
+                all_one = tl.fma(all_one, shrink[None, :], y_one * new_shrink[None, :])
+                all_two = tl.fma(all_two, shrink[None, :], y_two * new_shrink[None, :])
+            elif RUNS:
+                leave(partial_ptr, stats_ptr, b, head, row_block, part, parts, rows, num_kv_heads, group, top, total,
+                      y_one, y_two, BLOCK_ROWS, BLOCK_GROUP)
+                part += 1
             top = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             y_one = tl.zeros([HALF, BLOCK_M], tl.float32)
             y_two = tl.zeros([HALF, BLOCK_M], tl.float32)
             chunk_end += keys
-    if CHUNKS > 1:
-        top, total, y_one, y_two = all_top, all_total, all_one, all_two
+            if CHUNKS > 1 and RUNS and start + BLOCK_N >= tl.minimum(part_end, end):
+                leave(partial_ptr, stats_ptr, b, head, row_block, part, parts, rows, num_kv_heads, group, all_top,
+                      all_total, all_one, all_two, BLOCK_ROWS, BLOCK_GROUP)
+                part += 1
+                all_top, all_total, all_one, all_two = top, total, y_one, y_two
+                part_end += keys * CHUNKS
+    if not RUNS:
+        if CHUNKS > 1:
+            top, total, y_one, y_two = all_top, all_total, all_one, all_two
+        if stats_ptr is None:
+            factor = average_factor(total, visible, load_scale(v_scale_ptr, head, v_scale_stride))[None, :]
+            y_one, y_two = average(y_one + 0.0, factor, visible), average(y_two + 0.0, factor, visible)
+        leave(partial_ptr, stats_ptr, b, head, row_block, part, parts, rows, num_kv_heads, group, top, total, y_one,
+              y_two, BLOCK_ROWS, BLOCK_GROUP)
 
-    m = tl.arange(0, BLOCK_M)
-    m_row, g = row_block * BLOCK_ROWS + m // BLOCK_GROUP, m % BLOCK_GROUP
-    live = (m_row < rows) & (g < group)
-    at = ((b.to(tl.int64) * rows + m_row) * (num_kv_heads * group) + head * group + g) * parts + part
-    out = partial_ptr + at[None, :] * HEAD_DIM + i[:, None]
+
+@triton.jit
+def leave(partial_ptr, stats_ptr, b, head, row_block, part, parts, rows, num_kv_heads, group, top, total, y_one, y_two,
+          BLOCK_ROWS: tl.constexpr, BLOCK_GROUP: tl.constexpr):
+    """What a part comes to, where the merge finds it."""
+    HALF: tl.constexpr = y_one.shape[0]
+    m = tl.arange(0, BLOCK_ROWS * BLOCK_GROUP)
+    row, g = row_block * BLOCK_ROWS + m // BLOCK_GROUP, m % BLOCK_GROUP
+    live = (row < rows) & (g < group)
+    at = ((b.to(tl.int64) * rows + row) * (num_kv_heads * group) + head * group + g) * parts + part
+    out = partial_ptr + at[None, :] * (2 * HALF) + tl.arange(0, HALF)[:, None]
     if stats_ptr is not None:
         tl.store(stats_ptr + at * 2, top, mask=live)
         tl.store(stats_ptr + at * 2 + 1, total, mask=live)
-    else:
-        factor = average_factor(total, visible, load_scale(v_scale_ptr, head, v_scale_stride))
-        y_one, y_two = average(y_one + 0.0, factor[None, :], visible), average(y_two + 0.0, factor[None, :], visible)
     tl.store(out, y_one.to(out.dtype.element_ty), mask=live[None, :])
     tl.store(out + HALF, y_two.to(out.dtype.element_ty), mask=live[None, :])
 
@@ -312,44 +336,59 @@ def average(y, factor, visible):
     return tl.where(visible > 0, y * factor, 0.0)
 
 
+@triton.jit
+def after_all(values, zero):
+    """The same values, the first of which needs all to be there: else the compiler loads each where it is used.
+
+    `zero` is 0, which the compiler may not know.
+    """
+    bits = values[0].to(tl.int32, bitcast=True)
+    every = bits
+    for i in tl.static_range(1, len(values)):
+        every |= values[i].to(tl.int32, bitcast=True)
+    return ((bits | (every & zero)).to(tl.float32, bitcast=True),) + values[1:]  # noqa: RUF005 - Triton has no *
+
+
 @triton.jit(do_not_specialize=["table_stride", "table_size", "page_size", "bound", "max_chunks", "parts", "per_request",
                                "group", "v_scale_stride"],
             do_not_specialize_on_alignment=["seq_lens_ptr", "kv_indptr_ptr", "table_ptr"])
 def merge(
     partial_ptr, stats_ptr, out_ptr, table_ptr, seq_lens_ptr, kv_indptr_ptr, v_scale_ptr, table_stride, table_size,
     page_size, bound, max_chunks, chunk_weight, parts, per_request, num_qo_heads, group, v_scale_stride,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, FOLDS: tl.constexpr, FOLD: tl.constexpr,
-    CHUNKS: tl.constexpr, EARLY: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, FOLD: tl.constexpr, CHUNKS: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """Grid (batch * rows * num_qo_heads, head_dim / BLOCK_D).
+    """Grid (batch * rows * num_qo_heads, head_dim / BLOCK_D). Folds in their order, AHEAD of them loaded at a time.
 
-    Sums over FOLDS = max_chunks / FOLD, however few were planned: the order of a sum may not follow the table's width.
+    A thread has its elements of all parts, so the order of the sums follows neither the tile nor how many were planned.
     """
     let_others_start(EARLY)
+    EACH: tl.constexpr = FOLD // CHUNKS  # parts of a fold
     at = tl.program_id(0)
     _, _, visible = locate(table_ptr, seq_lens_ptr, kv_indptr_ptr, table_stride, table_size, page_size, bound,
                            at // per_request)
     keys = chunk_size(visible, max_chunks, chunk_weight, BLOCK_N)
     v_scale = load_scale(v_scale_ptr, at % num_qo_heads // group, v_scale_stride)
+    live_parts = tl.cdiv(tl.cdiv(visible, keys), CHUNKS)
     wait_for_others(EARLY)
-    n = tl.arange(0, FOLDS)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    top = tl.full([FOLDS], float("-inf"), tl.float32)
-    total = tl.zeros([FOLDS], tl.float32)
-    y = tl.zeros([FOLDS, BLOCK_D], tl.float32)
-    tops, totals, ys = (), (), ()  # all loads are in flight before the first is waited for
-    for j in tl.static_range(FOLD // CHUNKS):
-        part = n * (FOLD // CHUNKS) + j
-        live = part.to(tl.int64) * keys * CHUNKS < visible
-        place = at.to(tl.int64) * parts + part
-        tops += (tl.load(stats_ptr + place * 2, mask=live, other=float("-inf")),)
-        totals += (tl.load(stats_ptr + place * 2 + 1, mask=live, other=0.0),)
-        ys += (tl.load(partial_ptr + place[:, None] * HEAD_DIM + d[None, :], mask=live[:, None], other=0.0),)
-    for j in tl.static_range(FOLD // CHUNKS):
-        top, total, shrink, new_shrink = fold(top, total, tops[j], totals[j])
-        y = tl.fma(y, shrink[:, None], ys[j] * new_shrink[:, None])
-    weight = tl.exp2(top - tl.where(visible > 0, tl.max(top, 0), 0.0))
-    total = tl.sum(product(weight, total), 0)
-    y = tl.sum(product(weight[:, None], y), 0)
-    y = average(y, average_factor(total, visible, v_scale), visible)
-    tl.store(out_ptr + at.to(tl.int64) * HEAD_DIM + d, y.to(out_ptr.dtype.element_ty))
+    all_top, all_total = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32)
+    all_y = tl.zeros([BLOCK_D], tl.float32)
+    for first in range(0, live_parts, AHEAD * EACH):
+        tops, totals, ys = (), (), ()  # all loads are in flight before the first is waited for
+        for j in tl.static_range(AHEAD * EACH):
+            live = first + j < live_parts
+            place = at.to(tl.int64) * parts + first + j
+            tops += (tl.load(stats_ptr + place * 2, mask=live, other=float("-inf")),)
+            totals += (tl.load(stats_ptr + place * 2 + 1, mask=live, other=0.0),)
+            ys += (tl.load(partial_ptr + place * HEAD_DIM + d, mask=live, other=0.0),)
+        tops, ys = after_all(tops, parts >> 30), after_all(ys, parts >> 30)
+        for i in tl.static_range(AHEAD):
+            top, total, y = tops[i * EACH], totals[i * EACH], ys[i * EACH]
+            for j in tl.static_range(1, EACH):
+                top, total, shrink, new_shrink = fold(top, total, tops[i * EACH + j], totals[i * EACH + j])
+                y = tl.fma(y, shrink, ys[i * EACH + j] * new_shrink)
+            all_top, all_total, shrink, new_shrink = fold(all_top, all_total, top, total)
+            all_y = tl.fma(all_y, shrink, y * new_shrink)
+    all_y = average(all_y, average_factor(all_total, visible, v_scale), visible)
+    tl.store(out_ptr + at.to(tl.int64) * HEAD_DIM + d, all_y.to(out_ptr.dtype.element_ty))

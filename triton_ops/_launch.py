@@ -43,3 +43,9 @@ def capability(device: torch.device) -> int:
     """Compute capability * 10; on no GPU, as in the interpreter, 0."""
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     return 10 * major + minor
+
+
+@lru_cache(maxsize=32)
+def count_sms(device: torch.device) -> int:
+    """Of a GPU; on no GPU those of an H200."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

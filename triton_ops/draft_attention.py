@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ._attention_kernels import attend, merge
-from ._launch import Launch, capability
+from ._launch import Launch, capability, count_sms
 
 
 def draft_attention(
@@ -37,7 +37,7 @@ def draft_attention(
         q, k_cache, v_cache, block_table, seq_lens, sm_scale, kv_indptr=kv_indptr, max_seq_len=max_seq_len,
         window_left=window_left, logits_soft_cap=logits_soft_cap, k_scale=k_scale, v_scale=v_scale,
         q_norm_weight=q_norm_weight, q_norm_eps=q_norm_eps, rope_inv_freq=rope_inv_freq, positions=positions,
-        capability=capability(q.device),
+        capability=capability(q.device), sms=count_sms(q.device),
     )
     for launch in launches:
         launch.run()
@@ -63,6 +63,7 @@ def plan(
     rope_inv_freq: Tensor | None = None,
     positions: Tensor | None = None,
     capability: int = 90,
+    sms: int = 132,
 ) -> tuple[list[Launch], Tensor]:
     """The launches and the result that they write, on a GPU of compute capability `capability` / 10."""
     batch, rows, num_qo_heads, head_dim = q.shape
@@ -76,10 +77,10 @@ def plan(
     heads = batch * rows * num_qo_heads
     blocks = batch * num_kv_heads * -(-rows // c.block_rows)
     chunks = count_chunks(bound, c)
-    folds = -(-chunks // c.fold)
-    # Both give the same bits, so that only time is at stake: many programs, or few that have less to set up and leave.
-    chunks_a_part, parts = (c.fold, folds) if blocks * folds >= c.enough else (1, chunks)
-    many = chunks_a_part > 1 or blocks * parts > c.at_once
+    queries = min(rows, c.block_rows) * (num_qo_heads // num_kv_heads)
+    chunks_a_part, run = spread(blocks, chunks, most_keys_a_chunk(bound, c), queries, sms, c)
+    parts = -(-chunks // chunks_a_part)
+    programs = -(-parts // run)
     # One part, if the table holds no more, is the result; else each leaves its sums.
     partial = q.new_empty((heads, parts, head_dim), dtype=torch.float32) if parts > 1 else output
     stats = q.new_empty((heads, parts, 2), dtype=torch.float32) if parts > 1 else None
@@ -96,7 +97,7 @@ def plan(
     }
     main = Launch(
         attend,
-        (blocks, parts),
+        (blocks, programs),
         {
             "q_ptr": q, "k_ptr": k_cache, "v_ptr": v_cache, **table, "k_scale_ptr": k_scale, "v_scale_ptr": v_scale,
             "norm_ptr": q_norm_weight, "freq_ptr": rope_inv_freq, "positions_ptr": positions, "partial_ptr": partial,
@@ -108,7 +109,7 @@ def plan(
             "position_stride": 0 if positions is None or positions.dim() == 1 else positions.stride(1),
             "k_scale_stride": _scale_stride(k_scale),
             "v_scale_stride": _scale_stride(v_scale),
-            "num_pages": num_pages,
+            "num_pages": num_pages, "parts": parts, "run": run,
             "rows": rows,
             "num_kv_heads": num_kv_heads,
             "group": num_qo_heads // num_kv_heads,
@@ -117,32 +118,60 @@ def plan(
         },
         {
             "HEAD_DIM": head_dim, "BLOCK_ROWS": c.block_rows, "BLOCK_GROUP": c.block_group, "BLOCK_N": c.block_n,
-            "SLABS": c.slabs, "CHUNKS": chunks_a_part,
+            "SLABS": c.slabs, "CHUNKS": chunks_a_part, "RUNS": run > 1,
             "LOG2_PAGE": page_size.bit_length() - 1 if page_size & (page_size - 1) == 0 else -1,
             "SOFT_CAP": logits_soft_cap > 0,
-            "STAGES": c.fold_stages if c.fold_stages and many else c.stages,
-            "ONE_TILE": chunks_a_part == 1 and most_keys_a_chunk(bound, c) <= c.block_n, "EARLY": False,
+            "STAGES": c.stages if chunks_a_part == run == 1 and blocks * programs <= c.at_once else
+                      c.fold_stages if chunks_a_part > 1 else c.run_stages,
+            "ONE_TILE": chunks_a_part == 1 and run == 1 and most_keys_a_chunk(bound, c) <= c.block_n, "EARLY": False,
             "PREFETCH": False,
         },
         num_warps=c.num_warps,
     )
     if stats is None:
         return [main], output
+    each = c.fold // chunks_a_part  # parts of a fold
+    # Elements a thread: one where there are few, so that all parts of a long row are on their way at a time.
+    wide = 4 if heads * head_dim >= 65536 else 1
+    block_d = min(head_dim, 512) if wide > 1 else 32
     last = Launch(
         merge,
-        (heads, head_dim // c.block_d),
+        (heads, head_dim // block_d),
         {
             "partial_ptr": partial, "stats_ptr": stats, "out_ptr": output, **table, "v_scale_ptr": v_scale,
             "v_scale_stride": _scale_stride(v_scale), "parts": parts, "per_request": rows * num_qo_heads,
             "num_qo_heads": num_qo_heads, "group": num_qo_heads // num_kv_heads,
         },
         {
-            "HEAD_DIM": head_dim, "BLOCK_D": c.block_d, "BLOCK_N": c.block_n, "FOLDS": c.max_chunks // c.fold,
-            "FOLD": c.fold, "CHUNKS": chunks_a_part, "EARLY": c.early,
+            "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_N": c.block_n, "FOLD": c.fold, "CHUNKS": chunks_a_part,
+            "AHEAD": max(1, min(64 // wide // each, _power_of_two(-(-parts // each)))), "EARLY": c.early,
         },
+        num_warps=max(1, block_d // (32 * wide)),
         early=c.early,
     )
     return [main, last], output
+
+
+@lru_cache(maxsize=4096)
+def spread(blocks: int, chunks: int, keys: int, queries: int, sms: int, c: Config) -> tuple[int, int]:
+    """Chunks of so many keys a part, 1 or c.fold, and parts a program: of all ways the fastest. None changes a bit.
+
+    Time, in keys: the waves of programs that a GPU has room for, each with what it takes to start (as long as 16384
+    elements of K on an H200), over all that is moved, parts beside keys. It agrees with the order that was measured
+    (bench/results/h200/tune_attention.json) but for shapes within 5% of each other.
+    """
+    found = []
+    for chunks_a_part in {1, c.fold} if chunks > 1 else {1}:
+        parts = -(-chunks // chunks_a_part)
+        # A part is written and read in fp32, 4 bytes an element of a query; a key has two vectors of 2 bytes.
+        moved = 1 + 2 * queries / (keys * chunks_a_part) if parts > 1 else 1.0
+        for run in range(1, parts + 1 if (c.folds_run if chunks_a_part > 1 else c.chunks_run) else 2):
+            slots = sms * (c.folds_an_sm if chunks_a_part > 1 and run == 1 else c.an_sm)
+            waves = -(-blocks * -(-parts // run) // slots)
+            time = waves * (min(run * chunks_a_part, chunks) * keys + 16384 // c.head_dim) * moved
+            found.append((time, chunks_a_part, run))
+    _, chunks_a_part, run = min(found)
+    return chunks_a_part, run
 
 
 def most_keys(k_cache: Tensor, block_table: Tensor, max_seq_len: int, window_left: int) -> int:
@@ -175,6 +204,7 @@ def most_keys_a_chunk(bound: int, c: Config) -> int:
 class Config:
     """Sizes of tiles, chunks and folds: from what one request is, never from how many there are."""
 
+    head_dim: int
     block_rows: int  # rows and query heads of a KV head in a tile; their product is 8 to 64
     block_group: int
     block_n: int  # keys a tile
@@ -182,16 +212,18 @@ class Config:
     max_chunks: int  # a power of two
     chunk_weight: float  # a chunk has at least sqrt(chunk_weight * visible keys); a multiple of 1/8, exact in fp32
     fold: int  # chunks folded in order before the folds are merged; a power of two that is not above max_chunks
-    block_d: int  # elements of head_dim a program of the merge
     num_warps: int
     stages: int  # 3: the next tile's K and V, and the pages of the one after it, are on the way; 5: two tiles; 7: three
     early: bool = False  # the merge may start before the chunks have ended: sm_90 and later
     # What follows changes no bit, and neither do the stages.
-    fold_stages: int = 0  # of programs that run a fold of chunks, or are more than `at_once`; 0: as many
+    fold_stages: int = 3  # of programs that run folds
+    run_stages: int = 3  # of programs that run several chunks, or are more than `at_once`
     at_once: int = 2**31  # programs for which an H200 has room with so many stages
-    # From that many programs on, one runs a fold of chunks. Microseconds a step on an H200, batch 8 and 8192 keys: E4B
-    # by folds (176 programs) 215, by chunks 206; 31B by folds (352 and more) 582, by chunks 642.
-    enough: int = 256
+    an_sm: int = 2  # programs for which an SM of Hopper has room
+    folds_an_sm: int = 2  # where each runs one fold
+    # Whether a program may run several: some tiles would need more registers than there are.
+    chunks_run: bool = True
+    folds_run: bool = True
 
 
 @lru_cache(maxsize=256)
@@ -234,68 +266,76 @@ def config(
         max_chunks, chunk_weight = 256 // num_kv_heads, min(2.0, num_kv_heads / 2)
     if tile is None:
         slabs = 4 if wide and dtype == torch.float16 else num_warps  # fp8 becomes fp16 in more registers
-        tile = _Tile(16 if short else 32, min(slabs, head_dim // 32), 3, fold=1 if large else 8)
+        fold, an_sm = (1, 1) if large else (8, 2)
+        tile = _Tile(16 if short else 32, min(slabs, head_dim // 32), 3, fold, an_sm=an_sm)
     return Config(
+        head_dim,
         block_rows,
         block_group,
         block_n=tile.block_n,
         slabs=tile.slabs,
-        max_chunks=min(128, max(8, _power_of_two(tile.max_chunks or max_chunks))),
+        max_chunks=max(8, _power_of_two(tile.max_chunks or min(128, max_chunks))),
         chunk_weight=min(8.0, tile.chunk_weight or chunk_weight),
         fold=tile.fold,
-        block_d=64,
         num_warps=num_warps,
         stages=tile.stages,
         early=capability >= 90,
-        fold_stages=tile.fold_stages,
+        fold_stages=tile.fold_stages or tile.stages,
+        run_stages=tile.run_stages or tile.stages,
         at_once=tile.at_once,
-        enough=tile.enough,
+        an_sm=tile.an_sm,
+        folds_an_sm=tile.folds_an_sm or tile.an_sm,
+        chunks_run=not (large and wide),
+        folds_run=dtype != torch.float32 or head_dim < 512,
     )
 
 
 @dataclass(frozen=True)
 class _Tile:
-    """Of a Config; 0 for what follows from the number of heads."""
+    """Of a Config; 0 for what follows from the number of heads, or from `stages`."""
 
     block_n: int
     slabs: int
     stages: int
     fold: int = 8
     fold_stages: int = 0
+    run_stages: int = 0
     at_once: int = 2**31
+    an_sm: int = 2
+    folds_an_sm: int = 0
     chunk_weight: float = 0.0
     max_chunks: int = 0
-    enough: int = 256
 
 
 def _plain_tile(head_dim: int, num_kv_heads: int, queries: int, roomy: bool) -> _Tile | None:
     """For 16-bit queries and caches, few queries a tile. None for a head_dim that was not measured.
 
-    Microseconds of attend and merge on an H200 (bench/results/h200/tune_attention.json), now and as it was before
-    (16 keys a tile, chunk_weight from the number of heads):
+    Microseconds of attend and merge on an H200 (bench/results/h200/tune_attention.json, requests x keys), with all of
+    a row's chunks in programs of their own or all in folds, and as `spread` has them; before the merge was made faster:
 
-        head_dim 512, 2 KV heads (E4B): 1 x 1024 keys 6.3 and 10.1, 1 x 8192 15.9 and 20.7, 8 x 8192 75.5 and 84.7,
-            64 x 4096 262.8 and 262.0; of 26B-A4B 1 x 65536 75.5 and 88.3
-        1 KV head, 4 query heads (E2B): 1 x 1024 5.6 and 8.9, 1 x 65536 58 and 70, 8 x 8192 47 and 54,
-            64 x 4096 140 and 149
-        1 KV head, 16 query heads (12B): 1 x 65536 65 and 86, 64 x 4096 194 and 218
-        4 KV heads (31B): 1 x 1024 10.9 and 9.6, 1 x 65536 136 and 149, 64 x 4096 528 and 528
-        head_dim 256, window 1024, 16 KV heads (31B): batch 1 9.0 and 15.8, 64 247 and 289
-        8 KV heads (12B, 26B-A4B): batch 1 6.8 and 11.4, 64 136 and 152
+        head_dim 512, 2 KV heads (E4B): 8 x 8192 76.5 and 76.5, 64 x 4096 268 and 261
+        1 KV head, 4 query heads (E2B): 1 x 65536 60.3 in 128 chunks, 44.8 in 256; 8 x 8192 48.3 and 44.9,
+            8 x 65536 322 and 259, 64 x 4096 143 and 146 (in folds of 8 chunks 140)
+        1 KV head, 16 query heads (12B): 8 x 8192 74.0 and 65.4, 64 x 4096 203 and 197
+        4 KV heads (31B): 8 x 1024 40.1 and 36.6, 64 x 4096 535 and 522
+        head_dim 256, window 1024, 16 KV heads (31B): 8 x 8192 49.5 and 47.6
+        8 KV heads (12B, 26B-A4B): 8 x 8192 35.0 and 27.6
     """
     if head_dim == 512:
+        if num_kv_heads == 1 and queries <= 8:
+            return _Tile(32, 4, 3, fold=4, chunk_weight=0.5, max_chunks=256)
         if num_kv_heads <= 2 and queries <= 8:
-            # By folds from 128 programs on: 47 of E2B at batch 8 and 8192 keys, by chunks 57.
-            return _Tile(32, 4, 3, chunk_weight=0.5, enough=128)
+            return _Tile(32, 4, 3, chunk_weight=0.5)
         weight = min(2.0, max(1.0, num_kv_heads / 2))
         at_once = 264 if queries <= 8 else 132  # two an SM, or one
-        return _Tile(16, 4, 7 if roomy else 5, fold_stages=5, at_once=at_once, chunk_weight=weight)
+        return _Tile(16, 4, 7 if roomy else 5, fold_stages=5, run_stages=5, at_once=at_once, chunk_weight=weight)
     if head_dim == 256 and num_kv_heads > 2:
-        return _Tile(32, 1, 5, fold_stages=3 if num_kv_heads < 16 else 5, max_chunks=128 // num_kv_heads)
+        tile = _Tile(32, 1, 5, fold_stages=3, run_stages=3, an_sm=3, folds_an_sm=4, max_chunks=128 // num_kv_heads)
+        return tile if num_kv_heads < 16 else replace(tile, fold_stages=5, folds_an_sm=3)
     if head_dim == 256:
         # Few short keys. Microseconds of E4B's step, batch 1 and 1024 keys, 8 and 8192, 64 and 4096: in one slab and
         # folds of 4 chunks 65.0, 183.3, 484.0; folds of 8 65.3, 182.8, 500.4; in two slabs 65.8, 184.6, 494.5.
-        return _Tile(32, 1, 3, fold=4)
+        return _Tile(32, 1, 3, fold=4, an_sm=3, folds_an_sm=4)
     return None
 
 

@@ -64,9 +64,15 @@ def pytorch(
 
 
 def pytorch_candidates(
-    normed: Tensor, centroid_weight: Tensor, token_ordering: Tensor, lm_head_weight: Tensor, num_active: int
+    normed: Tensor, centroid_weight: Tensor, token_ordering: Tensor, lm_head_weight: Tensor, num_active: int,
+    centroid_ordered: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Logits and ids of the candidates in the dtype of the head, gathered as engines gather them."""
+    num_centroids = centroid_weight.size(0)
     active = torch.topk(F.linear(normed, centroid_weight), num_active, -1).indices
-    ids = token_ordering.view(centroid_weight.size(0), -1)[active].flatten(-2)  # [..., candidates]
-    return torch.einsum("...d,...sd->...s", normed, lm_head_weight[ids]), ids
+    ids = token_ordering.view(num_centroids, -1)[active].flatten(-2)  # [..., candidates]
+    if centroid_ordered:
+        rows = lm_head_weight.unflatten(0, (num_centroids, -1))[active].flatten(-3, -2)
+    else:
+        rows = lm_head_weight[ids]
+    return torch.einsum("...d,...sd->...s", normed, rows), ids

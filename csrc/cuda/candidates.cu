@@ -111,58 +111,89 @@ __device__ __forceinline__ void rank(const float* scores, Shared& shared) {
   __syncthreads();
 }
 
-// A warp's part: 4 units of 8 tokens, lane l at last with token l.
-__device__ __forceinline__ void logits_of_part(const Candidates& c, int row, int part, const uint4 (&x)[8],
-                                               const Shared& shared) {
-  constexpr int kUnits = kPartTokens / 8, kPieces = kHeadHidden / kPieceDepth;
-  const int lane = threadIdx.x % 32;
+constexpr int kUnits = kPartTokens / 8, kPieces = kHeadHidden / kPieceDepth;
+
+// A lane's token of a part: 4 units of 8 tokens.
+struct Token {
+  int64_t place = 0, id = 0;
+};
+
+__device__ __forceinline__ Token token_of(const Candidates& c, int part, const Shared& shared) {
   const int pieces = c.size / kPartTokens;
-  const int64_t place =
-      static_cast<int64_t>(shared.chosen[part / pieces]) * c.size + part % pieces * kPartTokens + lane;
-  int64_t id = c.ordering_is_int64 ? static_cast<const int64_t*>(c.ordering)[place]
-                                   : static_cast<const int32_t*>(c.ordering)[place];
-  id = min(max(id, int64_t{0}), c.vocab - 1);
-  const int64_t weight_row = c.ordered ? place : id;
+  Token found;
+  found.place =
+      static_cast<int64_t>(shared.chosen[part / pieces]) * c.size + part % pieces * kPartTokens + threadIdx.x % 32;
+  found.id = c.ordering_is_int64 ? static_cast<const int64_t*>(c.ordering)[found.place]
+                                 : static_cast<const int32_t*>(c.ordering)[found.place];
+  found.id = min(max(found.id, int64_t{0}), c.vocab - 1);
+  return found;
+}
+
+__device__ __forceinline__ void load_unit(const Candidates& c, const Token& token, int unit, uint4 (&weight)[kPieces]) {
+  const int lane = threadIdx.x % 32;
+  const int64_t row = __shfl_sync(kAll, c.ordered ? token.place : token.id, unit * 8 + lane / 4);
+  const bf16* at = static_cast<const bf16*>(c.weight) + row * c.weight_stride + lane % 4 * 8;
+#pragma unroll
+  for (int j = 0; j < kPieces; ++j) {
+    weight[j] = load_once(at + j * kPieceDepth);
+  }
+}
+
+// Parts first, first + kWarps, ... below end, lane l at last with token l. The next part's units come as this one's are
+// used up.
+__device__ __forceinline__ void logits_of_parts(const Candidates& c, int row, int first, int end,
+                                                const uint4 (&x)[kPieces], const Shared& shared) {
+  const int lane = threadIdx.x % 32;
   uint4 weight[kUnits][kPieces];
+  Token token, next;
+  if (first < end) {
+    token = token_of(c, first, shared);
 #pragma unroll
-  for (int u = 0; u < kUnits; ++u) {
-    const int64_t of_lane = __shfl_sync(kAll, weight_row, u * 8 + lane / 4);
-    const bf16* at = static_cast<const bf16*>(c.weight) + of_lane * c.weight_stride + lane % 4 * 8;
-#pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
-      weight[u][j] = load_once(at + j * kPieceDepth);
+    for (int u = 0; u < kUnits; ++u) {
+      load_unit(c, token, u, weight[u]);
     }
   }
-  float logit = 0.0f;
-#pragma unroll
-  for (int u = 0; u < kUnits; ++u) {
-    float y[2][4] = {};
-    const uint4 none = make_uint4(0, 0, 0, 0);
-#pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
-      multiply(y[j % 2], x[j], none, weight[u][j]);
+#pragma unroll 1
+  for (int part = first; part < end; part += kWarps) {
+    const bool more = part + kWarps < end;
+    if (more) {
+      next = token_of(c, part + kWarps, shared);
     }
-    // Every row of the product is this row's: a lane has columns 2 * (lane % 4) and the next.
-    const float even = __shfl_sync(kAll, y[0][0] + y[1][0], lane % 8 / 2);
-    const float odd = __shfl_sync(kAll, y[0][1] + y[1][1], lane % 8 / 2);
-    if (lane / 8 == u) {
-      logit = lane % 2 ? odd : even;
-    }
-  }
-  logit = logit == logit ? logit : -INFINITY;
-  const float largest = warp_max(logit);
-  int64_t order = logit == largest ? id << 32 | place : INT64_MAX;
+    float logit = 0.0f;
 #pragma unroll
-  for (int i = 16; i > 0; i /= 2) {
-    order = min(order, __shfl_xor_sync(kAll, order, i));
-  }
-  const float sum = warp_sum(__expf(logit - (isinf(largest) ? 0.0f : largest)));
-  if (lane == 0) {
-    const int64_t to = static_cast<int64_t>(row) * (kActive * pieces) + part;
-    c.part_values[to] = largest;
-    c.part_orders[to] = order;
-    c.part_max[to] = largest;
-    c.part_sum[to] = sum;
+    for (int u = 0; u < kUnits; ++u) {
+      float y[2][4] = {};
+      const uint4 none = make_uint4(0, 0, 0, 0);
+#pragma unroll
+      for (int j = 0; j < kPieces; ++j) {
+        multiply(y[j % 2], x[j], none, weight[u][j]);
+      }
+      if (more) {
+        load_unit(c, next, u, weight[u]);
+      }
+      // Every row of the product is this row's: a lane has columns 2 * (lane % 4) and the next.
+      const float even = __shfl_sync(kAll, y[0][0] + y[1][0], lane % 8 / 2);
+      const float odd = __shfl_sync(kAll, y[0][1] + y[1][1], lane % 8 / 2);
+      if (lane / 8 == u) {
+        logit = lane % 2 ? odd : even;
+      }
+    }
+    logit = logit == logit ? logit : -INFINITY;
+    const float largest = warp_max(logit);
+    int64_t order = logit == largest ? token.id << 32 | token.place : INT64_MAX;
+#pragma unroll
+    for (int i = 16; i > 0; i /= 2) {
+      order = min(order, __shfl_xor_sync(kAll, order, i));
+    }
+    const float sum = warp_sum(__expf(logit - (isinf(largest) ? 0.0f : largest)));
+    if (lane == 0) {
+      const int64_t to = static_cast<int64_t>(row) * (kActive * (c.size / kPartTokens)) + part;
+      c.part_values[to] = largest;
+      c.part_orders[to] = order;
+      c.part_max[to] = largest;
+      c.part_sum[to] = sum;
+    }
+    token = next;
   }
 }
 
@@ -172,18 +203,15 @@ __global__ void __launch_bounds__(kThreads, 1) rank_candidates(const __grid_cons
   let_others_start();
   wait_for_others();
   const int row = blockIdx.y, lane = threadIdx.x % 32;
-  uint4 x[8];
+  uint4 x[kPieces];
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
+  for (int j = 0; j < kPieces; ++j) {
     const auto* at = static_cast<const bf16*>(c.normed) + row * kHeadHidden + j * kPieceDepth + lane % 4 * 8;
     x[j] = __ldcg(reinterpret_cast<const uint4*>(at));
   }
   rank(c.scores + static_cast<int64_t>(row) * kCentroids, shared);
-  const int parts = kActive * (c.size / kPartTokens) / gridDim.x;
-#pragma unroll 1
-  for (int part = threadIdx.x / 32; part < parts; part += kWarps) {
-    logits_of_part(c, row, blockIdx.x * parts + part, x, shared);
-  }
+  const int parts = kActive * (c.size / kPartTokens) / gridDim.x, first = blockIdx.x * parts;
+  logits_of_parts(c, row, first + threadIdx.x / 32, first + parts, x, shared);
 }
 
 }  // namespace

@@ -1,10 +1,11 @@
 """Times and tests everything that only a GPU shows, stage by stage, and writes the records into a folder.
 
     python tests/gpu/everything.py --commit $(git rev-parse HEAD) --out FOLDER [--seconds 560] [--stage NAME ...]
+        [--peer-wheel PATH ...]
 
 Stages have limits of their own, and `--seconds` for all: what does not fit any more is left out and said so. Times come
-first, then the tests, then compute-sanitizer. Records are written as stages go on, so that a run that is cut short
-leaves what it saw. 1 where a stage failed or was left out.
+first, beside the peers that are installed or given, then the tests, then compute-sanitizer. Records are written as
+stages go on, so that a run that is cut short leaves what it saw. 1 where a stage failed or was left out.
 """
 
 from __future__ import annotations
@@ -21,11 +22,16 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-BENCH = ("-m", "mtp_kernels.cli", "bench", "--no-peers", "--no-compile", "--samples", "20", "--seconds", "0.4")
-STEPS = (*BENCH, "--level", "step")
-ALL = "E2B,E4B,12B,26B-A4B,31B"
-HEADS = ("--level", "op", "--ops", "lm_head_topk", "--models", "31B", "--batch", "1,8,32")
-TOPK = ("--level", "op", "--ops", "draft_attention", "--models", "E4B,31B", "--context", "8192,65536", "--rows", "1,4")
+BENCH = ("-m", "mtp_kernels.cli", "bench")
+ALONE = (*BENCH, "--no-peers", "--no-compile", "--samples", "20", "--seconds", "0.4", "--out", "{out}")
+BESIDE = (*BENCH, "--samples", "12", "--seconds", "0.25", "{peers}", "--out", "{out}")
+ALL = "E4B,31B,26B-A4B,E2B,12B"
+STEPS = (*BESIDE, "--level", "step", "--models", ALL)
+ATTENTION = (*BESIDE, "--level", "op", "--ops", "draft_attention", "--models", ALL, "--no-compile")
+HEADS = (*ALONE, "--level", "op", "--ops", "lm_head_topk", "--models", "31B", "--batch", "1,8,32")
+TOPK = (
+    *ALONE, "--level", "op", "--ops", "draft_attention", "--models", ALL, "--context", "8192,65536", "--rows", "1,4",
+)
 IGNORED = tuple(  # of the source tree, of a CPU's library, or of Triton's interpreter, which takes minutes
     f"tests/test_{name}.py"
     for name in (
@@ -37,7 +43,7 @@ IGNORED = tuple(  # of the source tree, of a CPU's library, or of Triton's inter
 
 @dataclass(frozen=True)
 class Stage:
-    """A Python command, `{out}` and `{commit}` filled in, and the seconds that it may take."""
+    """A Python command, `{out}`, `{commit}` and `{peers}` filled in, and the seconds that it may take."""
 
     name: str
     seconds: float
@@ -45,11 +51,13 @@ class Stage:
 
 
 STAGES = (
-    Stage("steps_b1", 60, (*STEPS, "--models", ALL, "--context", "1024,8192,65536", "--out", "{out}")),
-    Stage("steps_b8", 40, (*STEPS, "--models", ALL, "--batch", "8", "--context", "8192", "--out", "{out}")),
-    Stage("steps_b64", 60, (*STEPS, "--models", ALL, "--batch", "64", "--context", "4096", "--out", "{out}")),
-    Stage("heads", 30, (*BENCH, *HEADS, "--out", "{out}")),
-    Stage("topk", 40, (*BENCH, *TOPK, "--out", "{out}")),
+    Stage("heads", 30, HEADS),
+    Stage("topk", 40, TOPK),
+    Stage("steps_b64", 90, (*STEPS, "--batch", "64", "--context", "4096")),
+    Stage("steps_b8", 60, (*STEPS, "--batch", "8", "--context", "8192")),
+    Stage("steps_b1", 180, (*STEPS, "--context", "1024,8192,65536")),
+    Stage("attention", 90, (*ATTENTION, "--batch", "1,8", "--context", "1024,8192,65536")),
+    Stage("attention_b64", 40, (*ATTENTION, "--batch", "64", "--context", "4096")),
     Stage("tests", 320, (
         "tests/gpu/record.py", "--commit", "{commit}", "--out", "{out}", "-n", "14",
         *(part for path in IGNORED for part in ("--ignore", path)), "tests",
@@ -64,26 +72,29 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] = STAGE
     parser.add_argument("--out", type=Path, required=True, help="folder for the records")
     parser.add_argument("--seconds", type=float, default=560, help="for all stages together (default 560)")
     parser.add_argument("--stage", action="append", choices=[s.name for s in stages], help="only this; may be repeated")
+    parser.add_argument("--peer-wheel", action="append", default=[], help="of an engine, for the benchmarks")
     args = parser.parse_args(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + args.seconds
     said = []
     for stage in stages:
         if args.stage is None or stage.name in args.stage:
-            said.append((stage.name, *run(stage, args.out, args.commit, end - time.monotonic())))
+            peers = [part for wheel in args.peer_wheel for part in ("--peer-wheel", wheel)]
+            said.append((stage.name, *run(stage, args.out, args.commit, end - time.monotonic(), peers)))
     print(f"\n{'stage':<12}{'seconds':>8}  came of it")
     for name, seconds, what in said:
         print(f"{name:<12}{seconds:>8.0f}  {what}")
     return 0 if all(what == "ok" for *_, what in said) else 1
 
 
-def run(stage: Stage, out: Path, commit: str, left: float) -> tuple[float, str]:
+def run(stage: Stage, out: Path, commit: str, left: float, peers: Sequence[str] = ()) -> tuple[float, str]:
     """Seconds, and "ok" or what went wrong; what the command printed goes to `<stage>.log`."""
     limit = min(stage.seconds, left)
     if limit < stage.seconds / 4:
         return 0.0, f"left out: {max(0.0, left):.0f} s are left"
     suffix = ".jsonl" if "bench" in stage.arguments else ".json"
-    filled = [a.format(out=out.resolve() / (stage.name + suffix), commit=commit) for a in stage.arguments]
+    arguments = [part for a in stage.arguments for part in (peers if a == "{peers}" else [a])]
+    filled = [a.format(out=out.resolve() / (stage.name + suffix), commit=commit) for a in arguments]
     start = time.monotonic()
     with (out / f"{stage.name}.log").open("w", encoding="utf-8") as log:
         process = subprocess.Popen(

@@ -2,10 +2,11 @@
 
     python tests/gpu/tune_attention.py [--seconds 145] [--jobs 14] [--only E4B_full] [--out FOLDER]
 
-A family is a layer's sizes: all its shapes (batches, contexts) share a configuration but for `enough`, since the chunks
-of a row follow from its own keys alone. Every candidate runs as in a round (q norm, RoPE, early launches), by chunks
-("c") and by folds ("f"), which `enough` decides; "now" is what runs now. Times: a CUDA graph of launches in a row on
-the same keys, attend alone ("attend", what a round on segments runs) and attend and merge ("both", what others run).
+A family is a layer's sizes: all its shapes (batches, contexts) share a configuration, since the chunks of a row follow
+from its own keys alone; how many programs share them does not. Every candidate runs as in a round (q norm, RoPE, early
+launches), 1 or more chunks ("c1") or folds ("f1") a program; "now" is what `spread` of the plan chooses. Times: a CUDA
+graph of launches in a row on the same keys, attend alone ("attend", what a round on segments runs) and attend and merge
+("both", what others run).
 Each result is compared with fp64 before it is timed, and with its own bits afterwards. The 8 best and the present one
 are timed again, in turn.
 Without a GPU: compiles every candidate for sm_90 and says what it needs.
@@ -41,7 +42,8 @@ from mtp_kernels.reference.draft_attention import draft_attention as reference  
 PAGE, SMS, BANDWIDTH = 16, 132, 4.4e12
 SHARED_SM, SHARED_BLOCK, REGISTERS, THREADS = 228 * 1024, 227 * 1024, 65536, 2048
 PRESENT = attention.config
-BY_CHUNK, BY_FOLD = 1 << 40, 1  # of `enough`
+SPREAD = attention.spread
+RUNS = (1, 2, 3, 4, 5, 6, 8, 11, 16, 32)  # parts a program
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Family:
-    """Sizes of a layer, and what is tried: (block_n, slabs, num_warps, stages) and (chunk_weight, max_chunks, fold)."""
+    """Sizes of a layer, and what is tried: (block_n, slabs, num_warps, stages, fold_stages or none) and
+    (chunk_weight, max_chunks, fold)."""
 
     name: str
     head_dim: int
@@ -60,7 +63,7 @@ class Family:
     window: int  # 0: none
     rows: int
     shapes: tuple[Shape, ...]
-    tries: tuple[tuple[tuple[int, int, int, int], tuple[float, int, int]], ...]
+    tries: tuple[tuple[tuple[int, ...], tuple[float, int, int]], ...]
 
     def present(self) -> Any:
         dtype = torch.bfloat16
@@ -69,64 +72,38 @@ class Family:
     def configs(self) -> list[Any]:
         present = self.present()
         found = [present]
-        for (block_n, slabs, warps, stages), (weight, chunks, fold) in self.tries:
-            c = replace(present, block_n=block_n, slabs=slabs, num_warps=warps, stages=stages, chunk_weight=weight,
-                        max_chunks=chunks, fold=fold)
+        for (block_n, slabs, warps, stages, *fold_stages), (weight, chunks, fold) in self.tries:
+            c = replace(present, block_n=block_n, slabs=slabs, num_warps=warps, stages=stages,
+                        fold_stages=sum(fold_stages), chunk_weight=weight, max_chunks=chunks, fold=fold)
             if c not in found:
                 found.append(c)
         return found
 
 
-def cross(*pairs: tuple[list[tuple[int, int, int, int]], list[tuple[float, int, int]]]) -> tuple[Any, ...]:
+def cross(*pairs: tuple[list[tuple[int, ...]], list[tuple[float, int, int]]]) -> tuple[Any, ...]:
     return tuple((tile, rule) for tiles, rules in pairs for tile in tiles for rule in rules)
 
 
-# Keys of a full layer of E4B (two KV heads): chunk_weight 1 gives 96 of 8192 and 512 of 65536, 172 and 256 programs for
-# 132 SMs; 1/2 gives 64 (256 programs: two an SM), 2 gives 128 (128: one). Deeper or larger tiles keep more bytes on the
-# way where an SM has one program: 33 KB a microsecond an SM is the floor, a tile of 16 keys is 32 KB.
-A, B, C, D = (16, 4, 4, 5), (32, 4, 4, 3), (32, 8, 8, 3), (32, 4, 4, 5)
-E, F, G = (16, 4, 4, 7), (32, 8, 8, 5), (16, 8, 8, 5)
-HALF, ONE, TWO = (0.5, 128, 8), (1.0, 128, 8), (2.0, 128, 8)
-FULL_31B = cross(
-    ([A], [(1.0, 64, 8), (1.0, 128, 8), (4.0, 64, 8), (2.0, 32, 8), (2.0, 64, 4)]),
-    ([E], [(2.0, 64, 8), (1.0, 64, 8), (2.0, 32, 8)]), ([B], [(2.0, 64, 8), (1.0, 64, 8)]),
-    ([C], [(2.0, 64, 8), (1.0, 64, 8), (2.0, 32, 8)]), ([G], [(2.0, 64, 8), (1.0, 64, 8)]), ([D, F], [(2.0, 32, 8)]),
-)
-# E4B: 512 visible keys, of which chunk_weight 1 makes 16 chunks of 32, 8 makes 8 of 64.
-SLIDING_E4B = cross(
-    ([(32, 1, 4, 3)], [(1.0, 128, 8), (1.0, 128, 2), (8.0, 128, 4), (8.0, 128, 2)]),
-    ([(32, 1, 4, 5), (32, 2, 4, 3), (32, 2, 4, 5)], [(1.0, 128, 4), (1.0, 128, 8)]),
-    ([(64, 1, 4, 3), (64, 4, 4, 3)], [(8.0, 128, 4), (8.0, 128, 2)]),
-    ([(32, 1, 4, 7), (32, 4, 4, 3), (16, 4, 4, 5), (16, 1, 4, 5), (32, 1, 2, 5)], [(1.0, 128, 4)]),
-    ([(64, 2, 8, 3), (64, 1, 4, 5)], [(8.0, 128, 4)]),
-)
-# 31B: 1024 visible keys, 16 heads: 16 chunks of 64.
-SLIDING_31B = cross(
-    ([(16, 4, 4, 5)], [(2.0, 16, 4), (2.0, 16, 2), (2.0, 8, 8), (0.5, 32, 8), (2.0, 8, 4)]),
-    ([(16, 4, 4, 7), (32, 1, 4, 3), (32, 4, 4, 3), (32, 4, 4, 5), (32, 1, 4, 5), (32, 2, 4, 3)],
-     [(2.0, 16, 8), (2.0, 8, 8)]),
-    ([(64, 4, 4, 3), (16, 2, 4, 5), (16, 1, 4, 5)], [(2.0, 16, 8)]),
-)
-FULL_ONE_HEAD = cross(([A, E], [HALF, (0.25, 128, 8), ONE]), ([B, C], [HALF, (0.25, 128, 8), ONE, (0.5, 128, 4)]))
-FULL_TWO_HEADS = cross(([A, E], [HALF, TWO]), ([B, C], [HALF, ONE, TWO, (0.5, 128, 4)]))
-SLIDING_26B = cross(
-    ([(16, 4, 4, 5), (16, 4, 4, 7)], [(2.0, 32, 8), (2.0, 16, 8), (2.0, 16, 4)]),
-    ([(32, 1, 4, 3), (32, 4, 4, 3), (32, 1, 4, 5), (32, 2, 4, 3)], [(2.0, 32, 8), (2.0, 16, 8), (2.0, 16, 4)]),
-)
+A, B, C, D, E, F = (16, 4, 4, 5), (32, 4, 4, 3), (32, 8, 8, 3), (32, 4, 4, 5), (16, 4, 4, 7, 5), (16, 4, 4, 7)
+FULL_ONE_HEAD = cross(([B], [(0.5, 128, 4), (0.5, 256, 8), (0.5, 256, 4), (1.0, 128, 4)]))
+FULL_TWO_HEADS = cross(([B], [(0.5, 128, 4), (1.0, 128, 4), (1.0, 128, 8)]))
+FULL_12B = cross(([E], [(1.0, 128, 4), (0.5, 128, 8), (2.0, 128, 4)]), ([A, B, C], [(1.0, 128, 4)]))
+FULL_31B = cross(([E], [(2.0, 64, 4), (4.0, 64, 4), (1.0, 64, 4)]), ([B], [(2.0, 64, 4), (2.0, 64, 8)]))
+SLIDING_31B = cross(([(32, 1, 4, 5)], [(2.0, 8, 4), (2.0, 16, 4), (2.0, 16, 8)]), ([(32, 1, 4, 3)], [(2.0, 8, 4)]))
+SLIDING_26B = cross(([(32, 1, 4, 5, 3)], [(2.0, 16, 4), (2.0, 16, 2)]), ([(32, 1, 4, 3)], [(2.0, 16, 4)]))
+SLIDING_E4B = cross(([(32, 1, 4, 3)], [(1.0, 128, 8)]), ([(32, 1, 4, 5)], [(1.0, 128, 4)]))
+SMALL, MIDDLE, LONG = Shape(8, 1024), Shape(8, 8192), Shape(8, 65536)
+ONE, MANY = Shape(1, 65536), Shape(64, 4096)
 FAMILIES = (
-    Family("31B_sliding", 256, (32, 16), 1024, 1, (Shape(1, 8192), Shape(64, 4096)), SLIDING_31B),
-    Family("31B_full", 512, (32, 4), 0, 1, (Shape(1, 1024), Shape(1, 65536), Shape(64, 4096)), FULL_31B),
-    Family("E2B_full", 512, (4, 1), 0, 1, (Shape(1, 1024), Shape(1, 8192), Shape(1, 65536), Shape(8, 8192),
-                                           Shape(64, 4096)), FULL_ONE_HEAD),
-    Family("E4B_full", 512, (4, 2), 0, 1, (Shape(1, 1024), Shape(1, 8192), Shape(8, 8192), Shape(64, 4096)),
-           FULL_TWO_HEADS),
-    Family("12B_full", 512, (16, 1), 0, 1, (Shape(1, 1024), Shape(1, 65536), Shape(64, 4096)), FULL_ONE_HEAD),
-    Family("26B_full", 512, (16, 2), 0, 1, (Shape(1, 1024), Shape(1, 65536), Shape(64, 4096)), FULL_TWO_HEADS),
-    Family("26B_sliding", 256, (16, 8), 1024, 1, (Shape(1, 8192), Shape(64, 4096)), SLIDING_26B),
-    Family("E4B_sliding", 256, (4, 2), 512, 1, (Shape(64, 4096), Shape(8, 8192)), SLIDING_E4B),
-    Family("E4B_full_rows4", 512, (4, 2), 0, 4, (Shape(1, 8192), Shape(1, 65536)),
-           cross(([A, E, B, C], [HALF]), ([A, D, F], [TWO]))),
-)  # fmt: skip
+    Family("E4B_full", 512, (4, 2), 0, 1, (SMALL, MIDDLE, ONE, MANY), FULL_TWO_HEADS),
+    Family("E2B_full", 512, (4, 1), 0, 1, (SMALL, MIDDLE, LONG, ONE, MANY), FULL_ONE_HEAD),
+    Family("12B_full", 512, (16, 1), 0, 1, (SMALL, MIDDLE, LONG, ONE, MANY), FULL_12B),
+    Family("31B_full", 512, (32, 4), 0, 1, (SMALL, MIDDLE, ONE, MANY), FULL_31B),
+    Family("31B_sliding", 256, (32, 16), 1024, 1, (MIDDLE, MANY), SLIDING_31B),
+    Family("26B_sliding", 256, (16, 8), 1024, 1, (MIDDLE, MANY), SLIDING_26B),
+    Family("26B_full", 512, (16, 2), 0, 1, (SMALL, MIDDLE, ONE, MANY), FULL_TWO_HEADS),
+    Family("E4B_sliding", 256, (4, 2), 512, 1, (MIDDLE, MANY), SLIDING_E4B),
+)
 
 
 @dataclass
@@ -166,13 +143,13 @@ def make_inputs(family: Family, shape: Shape, device: str, dtype: torch.dtype = 
     return Arguments((q, k, v, table, lengths, 1.0), kwargs, visible, size)
 
 
-def plan(inputs: Arguments, c: Any, early: bool = True) -> tuple[list[Any], torch.Tensor]:
-    """The launches of a round: as fused.py has them."""
-    attention.config = lambda *_: c
+def plan(inputs: Arguments, c: Any, spread: tuple[int, int], early: bool = True) -> tuple[list[Any], torch.Tensor]:
+    """The launches of a round: as fused.py has them, of so many chunks a part and parts a program."""
+    attention.config, attention.spread = lambda *_: c, lambda *_: spread
     try:
         launches, output = attention.plan(*inputs.args, **inputs.kwargs)
     finally:
-        attention.config = PRESENT
+        attention.config, attention.spread = PRESENT, SPREAD
     return [one.with_early(early) for one in launches], output
 
 
@@ -198,14 +175,14 @@ class NoGpu:
         return 0
 
 
-def compile_one(family: Family, shape: Shape, c: Any, index: int) -> dict[str, Any]:
+def compile_one(family: Family, shape: Shape, c: Any, spread: tuple[int, int], index: int) -> dict[str, Any]:
     """In a worker: warms Triton's cache on disk through the same path that a launch takes."""
     start = time.monotonic()
     try:
         import triton
 
         triton.runtime.driver.set_active(NoGpu())
-        launch = plan(make_inputs(family, shape, "meta"), c)[0][index]
+        launch = plan(make_inputs(family, shape, "meta"), c, spread)[0][index]
         built = launch.kernel.warmup(
             grid=launch.grid, **launch.args, **launch.constants, num_warps=launch.num_warps,
             num_stages=launch.num_stages, launch_pdl=True,
@@ -232,10 +209,11 @@ def resources(ptx: str) -> tuple[int, int]:
 
 @dataclass
 class Try:
-    """A configuration on a shape, in one of its two ways."""
+    """A configuration on a shape, in one of its ways."""
 
     c: Any
-    way: str  # "c", "f"; "now" as `enough` has it
+    spread: tuple[int, int]  # chunks a part, parts a program
+    way: str
     keys: int  # a part
     parts: int
     programs: int  # with keys or, where the host's bound is above the chunks that there are, without
@@ -258,9 +236,8 @@ class Try:
     def same(self) -> tuple[Any, ...]:
         """Equal in tries that run the same launches on this shape, all of whose requests are as long."""
         c = self.c
-        chunk = self.keys if c.enough == BY_CHUNK else self.keys // c.fold
-        tile = (c.block_n, c.slabs, c.num_warps, c.stages)
-        return (*tile, c.fold, c.max_chunks // c.fold, c.enough, chunk, self.programs)
+        tile = (c.block_n, c.slabs, c.num_warps, c.stages, c.fold_stages)
+        return (*tile, c.fold, c.max_chunks // c.fold, self.spread, self.keys, self.programs)
 
     def as_json(self) -> dict[str, Any]:
         names = ("block_n", "slabs", "num_warps", "stages", "chunk_weight", "max_chunks", "fold")
@@ -276,19 +253,17 @@ def tries_of(family: Family, shape: Shape, inputs: Arguments) -> list[Try]:
         chunks = attention.count_chunks(inputs.visible, c)
         keys = attention.most_keys_a_chunk(inputs.visible, c)
         folds = -(-chunks // c.fold)
-        ways = [("c", BY_CHUNK, keys, blocks * chunks), ("f", BY_FOLD, keys * c.fold, blocks * folds)]
-        for way, enough, span, programs in ways:
-            if programs < 100 and way == "f" or programs > 12 * SMS and way == "c":  # noqa: RUF021
-                continue  # too few to fill the SMs; far more than fill them
-            found.append(Try(replace(c, enough=enough), way, span, -(-inputs.visible // span), programs))
-        if c == present:
-            now = BY_FOLD if blocks * folds >= c.enough else BY_CHUNK
-            if not any(t.c == replace(c, enough=now) for t in found):
-                way, enough, span, programs = ways[now == BY_FOLD]
-                found.append(Try(replace(c, enough=now), way, span, -(-inputs.visible // span), programs))
-            for t in found:
-                if t.c == replace(c, enough=now):
-                    t.way = "now"
+        queries = min(family.rows, c.block_rows) * (family.heads[0] // family.heads[1])
+        present_way = SPREAD(blocks, chunks, keys, queries, SMS, c) if c == present else None
+        for each, parts in ((1, chunks), (c.fold, folds)):
+            for run in RUNS:
+                programs = blocks * -(-parts // run)
+                now = (each, run) == present_way
+                some = 100 <= programs <= (12 if run == 1 else 4.1) * SMS and run <= parts
+                if now or (some and (parts > 1 or each > 1)):
+                    way = "now" if now else f"{'c' if each == 1 else 'f'}{run}"
+                    span = keys * each
+                    found.append(Try(c, (each, run), way, span, -(-inputs.visible // span), programs))
     return found
 
 
@@ -356,7 +331,7 @@ def sample(t: Try, which: int, times: int) -> None:
 
 def prepare(t: Try, inputs: Arguments, exact: torch.Tensor, allowed: float) -> float:
     """The error of the result; raises where it is wrong."""
-    t.launches, t.output = plan(inputs, t.c)
+    t.launches, t.output = plan(inputs, t.c, t.spread)
     got = run_all(t).double()
     torch.cuda.synchronize()
     error = (got - exact).abs().max().item()
@@ -437,7 +412,7 @@ def as_twin(t: Try, measured: Try) -> dict[str, Any]:
 
 def ready(t: Try, family: Family, shape: Shape, jobs: dict[str, Any], deadline: float) -> str:
     """Waits for the workers' binaries; why the candidate cannot run, or ""."""
-    t.launches, _ = plan(make_inputs(family, shape, "meta"), t.c)
+    t.launches, _ = plan(make_inputs(family, shape, "meta"), t.c, t.spread)
     for launch in t.launches:
         try:
             found = jobs[key_of(launch)].get(timeout=max(1.0, min(60.0, deadline - time.monotonic())))
@@ -462,10 +437,10 @@ def start_compiling(pool: Any, families: list[Family]) -> dict[str, Any]:
         for shape in family.shapes:
             inputs = make_inputs(family, shape, "meta")
             for t in tries_of(family, shape, inputs):
-                for index, launch in enumerate(plan(inputs, t.c)[0]):
+                for index, launch in enumerate(plan(inputs, t.c, t.spread)[0]):
                     key = key_of(launch)
                     if key not in jobs:
-                        jobs[key] = pool.apply_async(compile_one, (family, shape, t.c, index))
+                        jobs[key] = pool.apply_async(compile_one, (family, shape, t.c, t.spread, index))
     return jobs
 
 
