@@ -61,10 +61,16 @@ void CentroidHead::candidates_of(Member& member, int64_t begin, int64_t end, flo
     int64_t* tokens = ids + task * size;
     find_tokens(task, size, tokens);
     // Most likely this thread's next tasks: the ordering of the one behind them, and the rows that the next begins
-    // with.
+    // with, from where this one's are counted.
     int64_t behind[kHeadTile];
-    const int64_t num_behind = centroid_ordered || task + 1 == tasks ? 0 : std::min(size, kHeadTile);
-    find_tokens(task + 1, num_behind, behind);
+    const int64_t num_behind = task + 1 == tasks ? 0 : std::min(size, kHeadTile);
+    if (centroid_ordered) {
+      for (int64_t i = 0; i < num_behind; ++i) {
+        behind[i] = (chosen[task + 1] - chosen[task]) * size + i;
+      }
+    } else {
+      find_tokens(task + 1, num_behind, behind);
+    }
     const char* next = ordering + (task + 2 < tasks ? chosen[task + 2] * size * step : 0);
     for (int64_t i = 0; i < size * step; i += kLine) {
       __builtin_prefetch(next + i);
