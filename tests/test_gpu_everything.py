@@ -31,7 +31,7 @@ def everything() -> Any:
 def test_what_comes_of_each_stage_is_said(everything: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(sys.argv[2])"
     stages = [
-        everything.Stage("good", 30, ("-c", write, "{out}", "{commit}")),
+        everything.Stage("good", 30, ("-c", write, "{out}", "{commit}", "{peers}")),
         everything.Stage("bad", 30, ("-c", "print('why'); raise SystemExit(3)")),
         everything.Stage("slow", 0.5, ("-c", "import time; time.sleep(60)")),
         everything.Stage("late", 10**6, ("-c", "pass")),
@@ -49,8 +49,10 @@ def test_the_stages_are_commands_that_exist(everything: Any) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     for stage in everything.STAGES:
+        filled = stage.filled(Path("folder"), "abc", ["--peer-wheel", "a.whl"])
         if "bench" in stage.arguments:
-            parser.parse_args(stage.arguments[3:])
+            peers = parser.parse_args(filled[3:]).peer_wheel
+            assert bool(peers) == ("--no-peers" not in filled)
         else:
             assert (everything.ROOT / stage.arguments[0]).is_file()
     for path in everything.IGNORED:

@@ -130,10 +130,7 @@ def plan(
     )
     if stats is None:
         return [main], output
-    each = c.fold // chunks_a_part  # parts of a fold
-    # Elements a thread: one where there are few, so that all parts of a long row are on their way at a time.
-    wide = 4 if heads * head_dim >= 65536 else 1
-    block_d = min(head_dim, 512) if wide > 1 else 32
+    block_d, ahead, num_warps = _merge_tile(heads, head_dim, parts, c.fold // chunks_a_part)
     last = Launch(
         merge,
         (heads, head_dim // block_d),
@@ -144,12 +141,23 @@ def plan(
         },
         {
             "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_N": c.block_n, "FOLD": c.fold, "CHUNKS": chunks_a_part,
-            "AHEAD": max(1, min(64 // wide // each, _power_of_two(-(-parts // each)))), "EARLY": c.early,
+            "AHEAD": ahead, "EARLY": c.early,
         },
-        num_warps=max(1, block_d // (32 * wide)),
+        num_warps=num_warps,
         early=c.early,
     )
     return [main, last], output
+
+
+def _merge_tile(heads: int, head_dim: int, parts: int, parts_a_fold: int) -> tuple[int, int, int]:
+    """Elements of head_dim a program of the merge, folds that it loads at a time, and its warps. They change no bit.
+
+    A thread has 4 elements; but 1 where there are few heads, so that the parts of a long row are on their way together.
+    """
+    elements = 4 if heads * head_dim >= 65536 else 1
+    block_d = min(head_dim, 512) if elements == 4 else 32
+    folds = _power_of_two(-(-parts // parts_a_fold))
+    return block_d, max(1, min(64 // elements // parts_a_fold, folds)), max(1, block_d // (32 * elements))
 
 
 @lru_cache(maxsize=4096)
@@ -157,8 +165,10 @@ def spread(blocks: int, chunks: int, keys: int, queries: int, sms: int, c: Confi
     """Chunks of so many keys a part, 1 or c.fold, and parts a program: of all ways the fastest. None changes a bit.
 
     Time, in keys: the waves of programs that a GPU has room for, each with what it takes to start (as long as 16384
-    elements of K on an H200), over all that is moved, parts beside keys. It agrees with the order that was measured
-    (bench/results/h200/tune_attention.json) but for shapes within 5% of each other.
+    elements of K on an H200), times all that is moved, parts beside keys. Of 28 shapes (tune_attention.json there) it
+    takes the fastest way, or one within 2%, of all but two, of E4B: 8 requests x 1024 keys (2 chunks a program, 16.5 us
+    instead of 15.2; but where no cache holds the keys 20.5 instead of 24.4), and the sliding layers of 64 requests (32
+    instead of 28.3; but a step, whose segments merge the parts, takes 478 instead of 484).
     """
     found = []
     for chunks_a_part in {1, c.fold} if chunks > 1 else {1}:

@@ -49,6 +49,12 @@ class Stage:
     seconds: float
     arguments: tuple[str, ...]
 
+    def filled(self, out: Path, commit: str, peers: Sequence[str] = ()) -> list[str]:
+        """The arguments, a record in the folder `out` among them."""
+        suffix = ".jsonl" if "bench" in self.arguments else ".json"
+        arguments = [part for a in self.arguments for part in (peers if a == "{peers}" else [a])]
+        return [a.format(out=out.resolve() / (self.name + suffix), commit=commit) for a in arguments]
+
 
 STAGES = (
     Stage("tests", 320, (
@@ -92,14 +98,11 @@ def run(stage: Stage, out: Path, commit: str, left: float, peers: Sequence[str] 
     limit = min(stage.seconds, left)
     if limit < stage.seconds / 4:
         return 0.0, f"left out: {max(0.0, left):.0f} s are left"
-    suffix = ".jsonl" if "bench" in stage.arguments else ".json"
-    arguments = [part for a in stage.arguments for part in (peers if a == "{peers}" else [a])]
-    filled = [a.format(out=out.resolve() / (stage.name + suffix), commit=commit) for a in arguments]
     start = time.monotonic()
     with (out / f"{stage.name}.log").open("w", encoding="utf-8") as log:
         process = subprocess.Popen(
-            [sys.executable, *filled], cwd=ROOT, env={**os.environ, "MTP_COMMIT": commit}, stdout=log,
-            stderr=subprocess.STDOUT, start_new_session=True,
+            [sys.executable, *stage.filled(out, commit, peers)], cwd=ROOT, env={**os.environ, "MTP_COMMIT": commit},
+            stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
             code = process.wait(limit)
