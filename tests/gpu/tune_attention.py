@@ -18,7 +18,6 @@ import argparse
 import json
 import math
 import multiprocessing
-import os
 import re
 import statistics
 import subprocess
@@ -54,8 +53,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Family:
-    """Sizes of a layer, and what is tried: (block_n, slabs, num_warps, stages, fold_stages or none) and
-    (chunk_weight, max_chunks, fold)."""
+    """Sizes of a layer, and what is tried: (block_n, slabs, num_warps, stages, those of folds and runs where they are
+    others) and (chunk_weight, max_chunks, fold)."""
 
     name: str
     head_dim: int
@@ -72,9 +71,10 @@ class Family:
     def configs(self) -> list[Any]:
         present = self.present()
         found = [present]
-        for (block_n, slabs, warps, stages, *fold_stages), (weight, chunks, fold) in self.tries:
+        for (block_n, slabs, warps, stages, *more), (weight, chunks, fold) in self.tries:
             c = replace(present, block_n=block_n, slabs=slabs, num_warps=warps, stages=stages,
-                        fold_stages=sum(fold_stages), chunk_weight=weight, max_chunks=chunks, fold=fold)
+                        fold_stages=more[0] if more else stages, run_stages=more[0] if more else stages,
+                        chunk_weight=weight, max_chunks=chunks, fold=fold)
             if c not in found:
                 found.append(c)
         return found
@@ -84,7 +84,7 @@ def cross(*pairs: tuple[list[tuple[int, ...]], list[tuple[float, int, int]]]) ->
     return tuple((tile, rule) for tiles, rules in pairs for tile in tiles for rule in rules)
 
 
-A, B, C, D, E, F = (16, 4, 4, 5), (32, 4, 4, 3), (32, 8, 8, 3), (32, 4, 4, 5), (16, 4, 4, 7, 5), (16, 4, 4, 7)
+A, B, C, E = (16, 4, 4, 5), (32, 4, 4, 3), (32, 8, 8, 3), (16, 4, 4, 7, 5)
 FULL_ONE_HEAD = cross(([B], [(0.5, 128, 4), (0.5, 256, 8), (0.5, 256, 4), (1.0, 128, 4)]))
 FULL_TWO_HEADS = cross(([B], [(0.5, 128, 4), (1.0, 128, 4), (1.0, 128, 8)]))
 FULL_12B = cross(([E], [(1.0, 128, 4), (0.5, 128, 8), (2.0, 128, 4)]), ([A, B, C], [(1.0, 128, 4)]))
@@ -236,8 +236,8 @@ class Try:
     def same(self) -> tuple[Any, ...]:
         """Equal in tries that run the same launches on this shape, all of whose requests are as long."""
         c = self.c
-        tile = (c.block_n, c.slabs, c.num_warps, c.stages, c.fold_stages)
-        return (*tile, c.fold, c.max_chunks // c.fold, self.spread, self.keys, self.programs)
+        tile = (c.block_n, c.slabs, c.num_warps, c.stages, c.fold_stages, c.run_stages)
+        return (*tile, c.fold, self.spread, self.keys, self.programs)
 
     def as_json(self) -> dict[str, Any]:
         names = ("block_n", "slabs", "num_warps", "stages", "chunk_weight", "max_chunks", "fold")
@@ -477,7 +477,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=145)
     parser.add_argument("--jobs", type=int, default=14)
     parser.add_argument("--only", action="append", choices=[f.name for f in FAMILIES])
-    parser.add_argument("--out", type=Path, default=Path(os.environ["OUT"]) if os.environ.get("OUT") else None)
+    parser.add_argument("--out", type=Path, help="folder for the record (default: none is written)")
     args = parser.parse_args()
     deadline = START + args.seconds
     families = [f for f in FAMILIES if not args.only or f.name in args.only]
