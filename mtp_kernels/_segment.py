@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import _native
 from .kv_view import KVView
-from .triton_ops._launch import Launch, capability
+from .triton_ops._launch import Launch, capability, count_sms
 from .weights import AssistantWeights, LayerWeights
 
 PART_TOKENS = 32  # of `candidates`
@@ -92,7 +92,7 @@ def _refuses_matrix(name: str, matrix: Tensor) -> str:
 
 
 def _refuses_device(device: torch.device, rows: int) -> str:
-    found, sms = capability(device), torch.cuda.get_device_properties(device).multi_processor_count
+    found, sms = capability(device), count_sms(device)
     if found // 10 not in BUILT_FOR:
         return f"compute capability {found / 10}"
     if sms < LEAST_SMS:

@@ -78,9 +78,11 @@ def plan(
     blocks = batch * num_kv_heads * -(-rows // c.block_rows)
     chunks = count_chunks(bound, c)
     queries = min(rows, c.block_rows) * (num_qo_heads // num_kv_heads)
-    chunks_a_part, run = spread(blocks, chunks, most_keys_a_chunk(bound, c), queries, sms, c)
+    keys = most_keys_a_chunk(bound, c)
+    chunks_a_part, run = spread(blocks, chunks, keys, queries, sms, c)
     parts = -(-chunks // chunks_a_part)
     programs = -(-parts // run)
+    alone = chunks_a_part == run == 1  # a chunk has a program of its own
     # One part, if the table holds no more, is the result; else each leaves its sums.
     partial = q.new_empty((heads, parts, head_dim), dtype=torch.float32) if parts > 1 else output
     stats = q.new_empty((heads, parts, 2), dtype=torch.float32) if parts > 1 else None
@@ -121,9 +123,9 @@ def plan(
             "SLABS": c.slabs, "CHUNKS": chunks_a_part, "RUNS": run > 1,
             "LOG2_PAGE": page_size.bit_length() - 1 if page_size & (page_size - 1) == 0 else -1,
             "SOFT_CAP": logits_soft_cap > 0,
-            "STAGES": c.stages if chunks_a_part == run == 1 and blocks * programs <= c.at_once else
+            "STAGES": c.stages if alone and blocks * programs <= c.at_once else
                       c.fold_stages if chunks_a_part > 1 else c.run_stages,
-            "ONE_TILE": chunks_a_part == 1 and run == 1 and most_keys_a_chunk(bound, c) <= c.block_n, "EARLY": False,
+            "ONE_TILE": alone and keys <= c.block_n, "EARLY": False,
             "PREFETCH": False,
         },
         num_warps=c.num_warps,
@@ -165,10 +167,11 @@ def spread(blocks: int, chunks: int, keys: int, queries: int, sms: int, c: Confi
     """Chunks of so many keys a part, 1 or c.fold, and parts a program: of all ways the fastest. None changes a bit.
 
     Time, in keys: the waves of programs that a GPU has room for, each with what it takes to start (as long as 16384
-    elements of K on an H200), times all that is moved, parts beside keys. Of 28 shapes (tune_attention.json there) it
-    takes the fastest way, or one within 2%, of all but two, of E4B: 8 requests x 1024 keys (2 chunks a program, 16.5 us
-    instead of 15.2; but where no cache holds the keys 20.5 instead of 24.4), and the sliding layers of 64 requests (32
-    instead of 28.3; but a step, whose segments merge the parts, takes 478 instead of 484).
+    elements of K on an H200), times all that is moved, parts beside keys. Of the 28 shapes of
+    bench/results/h200/tune_attention.json it takes the fastest way, or one within 2%, of all but two, of E4B: 8
+    requests x 1024 keys (2 chunks a program, 16.5 us instead of 15.2; but where no cache holds the keys 20.5 instead
+    of 24.4), and the sliding layers of 64 requests (32 instead of 28.3; but a step, whose segments merge the parts,
+    takes 478 instead of 484).
     """
     found = []
     for chunks_a_part in {1, c.fold} if chunks > 1 else {1}:

@@ -213,13 +213,13 @@ __device__ __forceinline__ void project_quarters(const Segment& s, uint32_t epoc
 // layer's attention take (96 a thread), so that each may start while the other still runs. GPUs before sm_90 start none
 // early.
 #if __CUDA_ARCH__ >= 900
-#define MTP_MOST_REGISTERS(rows) ((rows) == 8 ? 160 : 255)
+constexpr int kRegistersOf8Rows = 160;
 #else
-#define MTP_MOST_REGISTERS(rows) 255
+constexpr int kRegistersOf8Rows = 255;
 #endif
 
 template <int kRows>
-__global__ void __maxnreg__(MTP_MOST_REGISTERS(kRows)) run_segment(const __grid_constant__ Segment s) {
+__global__ void __maxnreg__(kRows == 8 ? kRegistersOf8Rows : 255) run_segment(const __grid_constant__ Segment s) {
   extern __shared__ __align__(16) unsigned char memory[];
   auto& shared = *reinterpret_cast<Shared<kRows>*>(memory);
   let_others_start();

@@ -82,10 +82,10 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] = STAGE
     args = parser.parse_args(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + args.seconds
+    peers = [part for wheel in args.peer_wheel for part in ("--peer-wheel", wheel)]
     said = []
     for stage in stages:
         if args.stage is None or stage.name in args.stage:
-            peers = [part for wheel in args.peer_wheel for part in ("--peer-wheel", wheel)]
             said.append((stage.name, *run(stage, args.out, args.commit, end - time.monotonic(), peers)))
     print(f"\n{'stage':<12}{'seconds':>8}  came of it")
     for name, seconds, what in said:

@@ -53,6 +53,16 @@ struct HeadRows {
   const T* operator[](int64_t i) const { return block.row[i] + offset; }
 };
 
+// A step of a row as it is multiplied: pairs of bf16 as they lie, or widened.
+template <class T>
+inline auto load_step(const T* at) {
+  if constexpr (kPairs<T>) {
+    return load_words(at);
+  } else {
+    return load_pair(at);
+  }
+}
+
 // scores[i][j] = queries[i] . keys[first + j], for a whole tile of queries: a step of one, the same step of the next,
 // and so on.
 template <class T, int kQueries, bool kPrefetch>
@@ -65,12 +75,12 @@ inline void score_tile(const HeadRows<T>& keys, const HeadRows<T>& next, int64_t
     for (int j = 0; kPrefetch && j < kKeys; ++j) {
       prefetch_step(next[first + j] + d);
     }
-    if constexpr (kPairs<T>) {
-      Words key[kKeys];
+    decltype(load_step<T>(nullptr)) key[kKeys];
 #pragma GCC unroll 8
-      for (int j = 0; j < kKeys; ++j) {
-        key[j] = load_words(keys[first + j] + d);
-      }
+    for (int j = 0; j < kKeys; ++j) {
+      key[j] = load_step(keys[first + j] + d);
+    }
+    if constexpr (kPairs<T>) {
 #pragma GCC unroll 8
       for (int i = 0; i < kQueries; ++i) {
         const Words query = (Words)load(queries + d / kStep * kQueries * kLanes + i * kLanes);
@@ -80,11 +90,6 @@ inline void score_tile(const HeadRows<T>& keys, const HeadRows<T>& next, int64_t
         }
       }
     } else {
-      Pair key[kKeys];
-#pragma GCC unroll 8
-      for (int j = 0; j < kKeys; ++j) {
-        key[j] = load_pair(keys[first + j] + d);
-      }
 #pragma GCC unroll 8
       for (int i = 0; i < kQueries; ++i) {
         const Pair query = load_pair(queries + d * kQueries + i * kStep);
