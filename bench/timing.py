@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 Function = Callable[[], Any]
-PAUSE = 200_000  # clock cycles, about 0.1 ms
+PAUSE = 1_000_000  # clock cycles, about 0.5 ms: what is queued meanwhile follows without a gap
+LONGEST_PAUSE = 64 * PAUSE
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,12 @@ def measure(timed: Sequence[Timed], device: torch.device, samples: int, seconds:
     for one in timed:
         one.run()
     values: list[list[float]] = [[] for _ in timed]
-    start = time.perf_counter()
+    start, pause = time.perf_counter(), PAUSE
     for number in range(samples):
-        spent = _replays(timed) if device.type == "cuda" and timed[0].queued else _calls(timed, device)
+        if device.type == "cuda" and timed[0].queued:
+            spent, pause = _replays(timed, pause)
+        else:
+            spent = _calls(timed, device)
         for own, one, us in zip(values, timed, spent):
             own.append(us / one.calls)
         if number >= 2 and time.perf_counter() - start > seconds:
@@ -111,18 +115,25 @@ def _calls(timed: Sequence[Timed], device: torch.device) -> list[float]:
     return spent
 
 
-def _replays(timed: Sequence[Timed]) -> list[float]:
-    """Microseconds between events around each replay, all queued behind a pause so that no launch is waited for."""
-    torch.cuda._sleep(PAUSE)
-    events = []
-    for one in timed:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        one.run()
-        end.record()
-        events.append((start, end))
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) * 1e3 for start, end in events]
+def _replays(timed: Sequence[Timed], pause: int) -> tuple[list[float], int]:
+    """Microseconds between events around each replay, all queued behind a pause so that no launch is waited for.
+
+    A pause that ended before all was queued is doubled, and the round begins again; the other result is what it took.
+    """
+    while True:
+        torch.cuda._sleep(pause)
+        events = []
+        for one in timed:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            one.run()
+            end.record()
+            events.append((start, end))
+        was_long_enough = not events[0][0].query()
+        torch.cuda.synchronize()
+        if was_long_enough or pause >= LONGEST_PAUSE:
+            return [start.elapsed_time(end) * 1e3 for start, end in events], pause
+        pause *= 2
 
 
 def _nothing() -> None:

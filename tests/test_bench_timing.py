@@ -63,6 +63,45 @@ def test_a_sample_runs_every_set_and_counts_one_call(monkeypatch: pytest.MonkeyP
     assert clock.log == "abcd" * 3 and found.us == pytest.approx(2000)
 
 
+@pytest.mark.parametrize("launch", [1, 5 * timing.PAUSE])
+def test_no_replay_begins_before_all_are_queued(launch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that pauses, then runs what is queued, 7 us each, while the host takes `launch` cycles to queue one."""
+    pauses, queued, now = [], [], 0
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.place = len(queued)
+
+        def query(self) -> bool:
+            return now >= pauses[-1]
+
+        def elapsed_time(self, other: Event) -> float:
+            return (other.place - self.place) * 7e-3
+
+    def pause(cycles: int) -> None:
+        nonlocal now
+        now = 0
+        queued.clear()
+        pauses.append(cycles)
+
+    def run() -> None:
+        nonlocal now
+        now += launch
+        queued.append(now)
+
+    monkeypatch.setattr(torch.cuda, "_sleep", pause)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    found = measure([Timed(run, 1, queued=True), Timed(run, 7, queued=True)], torch.device("cuda"), 3, 100)
+    assert [one.us for one in found] == pytest.approx([7, 1])
+    assert pauses[-1] > 2 * launch  # and what an early pause gave was thrown away
+    assert pauses == ([timing.PAUSE] * 3 if launch == 1 else [timing.PAUSE * 2**i for i in (0, 1, 2, 3, 4, 4, 4)])
+    assert all(one.samples == 3 for one in found)
+
+
 @pytest.mark.parametrize(("seconds", "rounds"), [(0.0, 3), (3.5, 4), (5.5, 6), (100.0, 8)])
 def test_time_is_limited_from_three_samples_on(seconds: float, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
