@@ -33,6 +33,7 @@ from head_cases import (
     check_threads,
     exact_on_cpu,
     integers,
+    sort_row,
 )
 
 from mtp_kernels import merge_topk, quantize_lm_head
@@ -101,9 +102,10 @@ def test_against_fp64(device: str, implementation: str, dtype: torch.dtype, lead
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("implementation", implementations(OP))
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_fp8_weight(device: str, implementation: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("hidden", [95, 96, 130])
+def test_fp8_weight(device: str, implementation: str, dtype: torch.dtype, hidden: int) -> None:
     """Rows of very different scale, 0.003 among them, against the dequantised weight in fp64."""
-    normed, weight, k = arguments((5,), 96, 80, 4, dtype, device)
+    normed, weight, k = arguments((5,), hidden, 80, 4, dtype, device)
     quantized, _ = quantize_lm_head(weight)
     scale = (random_tensor(80, seed=6, device=device).abs() + 1) * 0.003
     with forced(implementation):
@@ -115,6 +117,28 @@ def test_fp8_weight(device: str, implementation: str, dtype: torch.dtype) -> Non
     assert_ids_near(ids, best.indices, exact, 2 * (naive.double() - exact).abs().max().item() + 1e-5)
     check_numerics(total, naive.logsumexp(-1), exact.logsumexp(-1), atol=1e-5)
     check_numerics(logprobs, naive.log_softmax(-1).topk(k).values, exact.log_softmax(-1).topk(k).values, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("implementation", implementations(OP))
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_fp8_weight_and_any_row(device: str, implementation: str, dtype: torch.dtype) -> None:
+    """Rows of 0, of NaN, with an infinity beside large numbers; others very small or large."""
+    normed, weight = (integers(n, 38, seed=n, dtype=dtype, device=device) for n in (9, 70))
+    quantized, scale = weight.to(torch.float8_e4m3fn), torch.full((70,), 1 / 8, device=device)
+    small, large = (2.0**-24, 2.0**13) if dtype == torch.float16 else (2.0**-100, 2.0**110)
+    normed[1] *= small
+    normed[[2, 5]] *= large
+    normed[3], normed[4, 7] = 0, torch.nan
+    normed[5, 30], normed[6, 2], normed[7, 3], normed[7, 4] = torch.inf, -torch.inf, torch.inf, -torch.inf
+    with forced(implementation):
+        got = call(OP, normed, quantized, 12, weight_scale=scale)
+    exact = (normed.double()[:, None] * quantized.double()).sum(-1) / 8
+    for row in (0, 1, 3, 4, 8):
+        assert_topk((got[0][row], got[1][row], got[2][row]), [(exact[row].tolist(), range(70))], 12)
+    for row in (2, 5, 6, 7):
+        _, ids, total = sort_row(exact[row].tolist(), range(70), 12)
+        assert got[1][row].tolist() == ids and got[2][row] == pytest.approx(total, rel=1e-6)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -194,6 +218,54 @@ def test_nan_and_infinity(device: str, implementation: str, mapped: bool) -> Non
 @pytest.mark.parametrize("k", [1, 5])
 def test_rows_alone(device: str, implementation: str, dtype: torch.dtype, k: int) -> None:
     check_rows_alone(OP, implementation, *arguments((37,), 64, 300, k, dtype, device, exact_on_cpu(device)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("implementation", implementations(OP))
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("rows", "k"), [(37, 5), (70, 1), (20, 12)])
+def test_fp8_rows_alone(device: str, implementation: str, dtype: torch.dtype, rows: int, k: int) -> None:
+    normed, weight, _ = arguments((rows,), 134, 300, k, dtype, device, exact_on_cpu(device))
+    quantized, scale = quantize_lm_head(weight)
+    check_rows_alone(OP, implementation, normed, quantized, k, weight_scale=scale)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("implementation", [i for i in implementations(OP) if i == "triton"])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("columns", [6, 64, 134])
+def test_spread_rows(device: str, implementation: str, dtype: torch.dtype, columns: int) -> None:
+    """Even columns, then odd ones, of every 32; scaled by powers of two, and what is 2^-39 of the largest is there."""
+    from mtp_kernels.triton_ops._fp8_words import spread
+
+    values = random_tensor(2, 3, 9, columns, seed=3, dtype=torch.float32)
+    if dtype != torch.float16:
+        values[..., 0, :] *= 2.0**-120
+        values[..., 1, :] *= 2.0**110
+        values[..., 2, 1:] *= torch.logspace(0, -60, columns - 1, 2.0)
+    values[..., 3, :] = 0
+    values[..., 4, 2], values[..., 5, 3], values[..., 5, 4] = torch.nan, torch.inf, -torch.inf
+    x = values.to(dtype).to(device).transpose(0, 1)
+    launch, rows, scale = spread(x)
+    rows.fill_(torch.nan)
+    launch.run()
+    x, rows = x.reshape(-1, columns).double().cpu(), rows.double().cpu()
+    order = torch.arange(rows.size(1)).view(-1, 16, 2).transpose(1, 2).flatten()
+    assert (rows[:, order >= columns] == 0).all()
+    back = torch.empty_like(rows)
+    back[:, order] = rows
+    back = back[:, :columns]
+    if scale is None:
+        assert dtype == torch.float16
+        torch.testing.assert_close(back, x, rtol=0, atol=0, equal_nan=True)
+        return
+    largest = x.where(x.isfinite(), 0).abs().amax(1)
+    scaled = (largest / scale.double().cpu())[largest >= 2.0**-112]
+    assert ((scaled >= 2.0**14) & (scaled < 2.0**15)).all() and (scale.frexp()[0] == 0.5).all()
+    error = (back * scale.double().cpu()[:, None] - x).nan_to_num(0, 0, 0).abs()
+    allowed = largest[:, None] * 2.0**-39 + (x.abs().nan_to_num(0, 0, 0) * 2.0**-11 if dtype == torch.float32 else 0)
+    assert (error <= allowed).all() and (back.isfinite() == x.isfinite()).all()
+    assert ((back == x) | x.isfinite() | x.isnan()).all()
 
 
 @pytest.mark.kernels_only

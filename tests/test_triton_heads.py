@@ -83,8 +83,39 @@ def test_dense_head(arch: int, rows: int, k: int) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_fp8_head(arch: int) -> None:
     """Converted by the instruction where there is one, by integer arithmetic on sm_80."""
-    stream, *_ = check(dense_fp8(64, 4, native=arch >= 89), arch)
+    _, stream, *_ = check(dense_fp8(64, 4, native=arch >= 89), arch)
     assert ("e4m3x2" in stream) == (arch >= 89)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("rows", "k"), [(1, 1), (8, 8), (32, 1), (64, 3)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fp8_words(arch: int, rows: int, k: int, dtype: torch.dtype) -> None:
+    """Two elements an instruction, from shared memory in whole registers; on Hopper a tile's products in one go."""
+    for vocab, hidden in DENSE:
+        weight, scale = meta(vocab, hidden, dtype=torch.float8_e4m3fn), meta(vocab, dtype=torch.float32)
+        launches, _ = lm_head_topk.plan(meta(rows, hidden, dtype=dtype), weight, k, weight_scale=scale,
+                                        native_fp8=arch >= 89)
+        _, stream, *_ = check(iter(launches), arch)
+        assert stream.count("cp.async.c") >= 8
+        if 89 <= arch < 100:
+            assert "ld.shared.u16" not in stream and "ld.shared.b16" not in stream and "ldmatrix" in stream
+            assert not compile_launch(launches[1], arch).serialized
+
+
+@pytest.mark.parametrize("columns", [95, 96])
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_fp8_weights_without_words(columns: int, first: int) -> None:
+    """Rows of an odd size, an odd stride or at an odd address are loaded by the element, as are those for fp32."""
+    weight, scale = meta(40, 102, dtype=torch.float8_e4m3fn)[:, first : first + columns], meta(40, dtype=torch.float32)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        launches, _ = lm_head_topk.plan(meta(3, columns, dtype=dtype), weight, 4, weight_scale=scale, native_fp8=True)
+        words = columns == 96 and first != 1 and dtype != torch.float32
+        assert len(launches) == 2 + words and launches[-2].constants["WORDS"] == words
+        check(iter(launches), 90)
+    narrow = meta(40, 101, dtype=torch.float8_e4m3fn)[:, :96]
+    launches, _ = lm_head_topk.plan(meta(3, 96), narrow, 4, weight_scale=scale, native_fp8=True)
+    assert not launches[-2].constants["WORDS"]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -114,10 +145,13 @@ def test_sampling(arch: int) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 8, 20])
-def test_a_row_is_planned_alone(k: int) -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_row_is_planned_alone(k: int, fp8: bool) -> None:
     """Parts, depths and passes are the same for any number of rows; the tile of rows changes no bit."""
     for vocab, hidden in DENSE:
-        plans = [lm_head_topk.plan(meta(rows, hidden), meta(vocab, hidden), k)[0] for rows in (1, 32, 500)]
-        free = {"BLOCK_M", "HALVES", "BLOCK_K", "STAGES"}
+        weight = meta(vocab, hidden, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16)
+        scale = meta(vocab, dtype=torch.float32) if fp8 else None
+        plans = [lm_head_topk.plan(meta(rows, hidden), weight, k, weight_scale=scale)[0] for rows in (1, 32, 500)]
+        free = {"BLOCK_M", "HALVES", "BLOCK_K", "STAGES", "AHEAD"}
         fixed = [[{n: v for n, v in launch.constants.items() if n not in free} for launch in plan] for plan in plans]
         assert fixed[0] == fixed[1] == fixed[2]

@@ -19,7 +19,8 @@ ARCHITECTURES = [80, 90, 100, 120]
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}  # bytes a block, CUDA's guide, 16.2
 TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv",
-    torch.int32: "i32", torch.int64: "i64", torch.bool: "i1", torch.uint8: "u8", torch.float64: "fp64",
+    torch.int32: "i32", torch.int64: "i64", torch.bool: "i1", torch.int16: "i16", torch.uint8: "u8",
+    torch.float64: "fp64",
 }
 
 
@@ -32,6 +33,7 @@ class Compiled:
     shared: int  # bytes a block
     registers: int  # a thread
     spill_stores: int  # bytes
+    serialized: bool  # Hopper's matrix instructions wait for each other
 
 
 def compile_launch(launch: Any, arch: int) -> Compiled:
@@ -60,7 +62,8 @@ def compile_launch(launch: Any, arch: int) -> Compiled:
     text = _ptxas(built.asm["ptx"], arch)
     registers = int(re.search(r"Used (\d+) registers", text)[1])  # type: ignore[index]
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", text))
-    return Compiled(built.asm["ptx"], built.asm["ttgir"], built.metadata.shared, registers, spills)
+    serialized = "wgmma.mma_async instructions are serialized" in text
+    return Compiled(built.asm["ptx"], built.asm["ttgir"], built.metadata.shared, registers, spills, serialized)
 
 
 def _unspecialised(kernel: Any, name: str) -> bool:

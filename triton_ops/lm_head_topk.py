@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ._attention_math import decode_fp8, tanh
 from ._early import let_others_start, wait_for_others
+from ._fp8_words import GROUP, has_words, split_words, spread
 from ._launch import Launch, capability
 from ._prefetch import prefetch
 from ._rows import num_rows, row_arguments, row_offset
@@ -35,6 +36,8 @@ LANES = 64  # rows of the weight that a step multiplies: the least that Hopper's
 MAX_DEPTH = 8  # candidates that a lane keeps in registers
 MAX_STATE_OF_4_WARPS = 300  # words a lane; 288 (16 rows, k = 8) takes 199 registers a thread on sm_90, 352 takes 253
 MAX_STATE = 720  # of 8 warps: 704 (64 rows, k = 4) is the most that sm_90 takes without spilling
+MAX_STATE_OF_FP8 = 640  # of 8 warps: 704 spills, since the tile of the weight takes registers too
+MAX_STATE_AHEAD = 240  # of 4 warps, and twice that of 8: 224 (32 rows, k = 2) takes 227 registers, 288 spills
 NUM_PROGRAMS = 256  # two a multiprocessor, 8 of them one: 262144 rows make 1024 for each, and all end together
 
 
@@ -47,23 +50,29 @@ class HeadConfig:
     block_k: int
     num_warps: int
     num_stages: int
+    ahead: bool = False  # the scales of the next rows of the weight wait in registers
 
 
 def head_config(rows: int, depth: int, mapped: bool, itemsize: int, weight_itemsize: int) -> HeadConfig:
-    """16 KiB of weight a stage (fp8: 8, and more stages), at most 99 KiB of shared memory (sm_120).
+    """16 KiB of weight a stage, or 8, at most 99 KiB of shared memory (sm_120).
 
     Lists, sums and products stay in registers: they decide the warps, and how many rows share a load of the weight.
+    Microseconds of 262144 x 1024 in fp8 on an H200, k = 1, batch 1 / 8: in one half with 6 stages 70.1 / 70.9, with 8
+    72.1 / 72.5; in two halves with 5 73.4 / 73.3; tiles of 64 columns 106 / 106. Batch 32, in two halves 79.3, in one
+    82.8, with 8 warps 96.9.
     """
+    fp8 = weight_itemsize == 1
     for block_m in (64, 32, 16):
         halves = 1 if block_m == 16 or itemsize == 4 else 2
         state = block_m * ((3 if mapped else 2) * depth + 1 + halves)  # words that a lane holds
-        if block_m == 16 or (rows > block_m // 2 and state <= MAX_STATE):
+        if block_m == 16 or (rows > block_m // 2 and state <= (MAX_STATE_OF_FP8 if fp8 else MAX_STATE)):
             break
     num_warps = 8 if state > MAX_STATE_OF_4_WARPS else 4
     if itemsize == 4:
         return HeadConfig(block_m, halves, 32, num_warps, 2)
-    if weight_itemsize == 1:
-        return HeadConfig(block_m, halves, 128, num_warps, {16: 6, 32: 4, 64: 3}[block_m])
+    if fp8:
+        ahead = state <= MAX_STATE_AHEAD * num_warps // 4
+        return HeadConfig(block_m, halves, 128, num_warps, {16: 6, 32: 4, 64: 3}[block_m], ahead)
     return HeadConfig(block_m, halves, 128 if halves == 1 else 64, num_warps, 4)
 
 
@@ -109,20 +118,27 @@ def plan(
     decode = weight.element_size() == 1 and not (_converts_fp8(weight) if native_fp8 is None else native_fp8)
 
     launches, suppressed = _suppress(normed, vocab, suppress_ids, token_map, vocab_start)
+    x, x_scale, words = normed, None, has_words(normed, weight)
+    if words:
+        launch, x, x_scale = spread(normed)
+        launches.append(launch)
+        weight = weight.view(torch.int16)
+    elif decode:
+        weight = weight.view(torch.uint8)
     for done in range(0, k, depth):
         args: dict[str, Any] = {
-            "normed": normed, **row_arguments("normed", normed),
-            "weight": weight.view(torch.uint8) if decode else weight, "weight_stride": weight.stride(0),
-            "weight_scale": weight_scale, "token_map": token_map, "logits_soft_cap": float(logits_soft_cap),
-            "suppressed": suppressed, **parts,
+            "normed": x, **row_arguments("normed", x), "normed_scale": x_scale, "weight": weight,
+            "weight_stride": weight.stride(0), "weight_scale": weight_scale, "token_map": token_map,
+            "logits_soft_cap": float(logits_soft_cap), "suppressed": suppressed, **parts,
             "best_values": ranked["best_values"] if done else None,
             "best_orders": ranked["best_orders"] if done else None, "num_rows": rows, "done": done,
         }
         constants = {
             "VOCAB": vocab, "HIDDEN": normed.size(-1), "K": k, "DEPTH": depth, "ROWS_PER_PART": rows_per_part,
-            "NUM_PARTS": parts["part_max"].size(1), "CAPPED": logits_soft_cap > 0, "DECODE": decode, "LANES": LANES,
-            "HALVES": config.halves, "BLOCK_M": config.block_m, "BLOCK_K": config.block_k,
-            "STAGES": config.num_stages, "PACKED": False, "EARLY": False, "PREFETCH": False,
+            "NUM_PARTS": parts["part_max"].size(1), "CAPPED": logits_soft_cap > 0, "WORDS": words, "DECODE": decode,
+            "LANES": LANES, "HALVES": config.halves, "BLOCK_M": config.block_m, "BLOCK_K": config.block_k,
+            "STAGES": config.num_stages, "AHEAD": weight_scale is not None and config.ahead, "PACKED": False,
+            "EARLY": False, "PREFETCH": False,
         }
         grid = (triton.cdiv(rows, config.block_m), constants["NUM_PARTS"])
         launches.append(Launch(stream_kernel, grid, args, constants, config.num_warps, config.num_stages))
@@ -158,12 +174,13 @@ def _converts_fp8(weight: Tensor) -> bool:
 
 @triton.jit(do_not_specialize=["normed_size1", "normed_size2", "num_rows", "done"])
 def stream_kernel(
-    normed, normed_size1, normed_size2, normed_stride0, normed_stride1, normed_stride2, weight, weight_stride,
-    weight_scale, token_map, suppressed, logits_soft_cap, part_values, part_orders, part_max, part_sum, best_values,
-    best_orders, num_rows, done, VOCAB: tl.constexpr, HIDDEN: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr,
-    ROWS_PER_PART: tl.constexpr, NUM_PARTS: tl.constexpr, CAPPED: tl.constexpr, DECODE: tl.constexpr,
-    LANES: tl.constexpr, HALVES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    PACKED: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr
+    normed, normed_size1, normed_size2, normed_stride0, normed_stride1, normed_stride2, normed_scale, weight,
+    weight_stride, weight_scale, token_map, suppressed, logits_soft_cap, part_values, part_orders, part_max, part_sum,
+    best_values, best_orders, num_rows, done, VOCAB: tl.constexpr, HIDDEN: tl.constexpr, K: tl.constexpr,
+    DEPTH: tl.constexpr, ROWS_PER_PART: tl.constexpr, NUM_PARTS: tl.constexpr, CAPPED: tl.constexpr,
+    WORDS: tl.constexpr, DECODE: tl.constexpr, LANES: tl.constexpr, HALVES: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PACKED: tl.constexpr, EARLY: tl.constexpr,
+    PREFETCH: tl.constexpr
 ):
     """Programs (BLOCK_M rows of normed, a part of the vocabulary): the best DEPTH candidates, and max and sum of exp.
 
@@ -171,7 +188,7 @@ def stream_kernel(
     elementwise work beside the product; the lanes meet at the end. Steps over hidden and over the vocabulary are one
     loop: the pipeline of loads never drains. From the second pass on (`best_values`), only candidates behind the last
     one of the pass before count, and the sums are there already. PACKED: orders have the token id in their upper half,
-    as with a token_map. PREFETCH: L2 is asked for a part's first rows.
+    as with a token_map. PREFETCH: L2 is asked for a part's first rows. WORDS: see _fp8_words.py, which lays out normed.
     """
     let_others_start(EARLY)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -182,14 +199,16 @@ def stream_kernel(
     STEPS: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
     BLOCK_V: tl.constexpr = HALVES * LANES
     EVEN_K: tl.constexpr = HIDDEN % BLOCK_K == 0
+    COLUMNS: tl.constexpr = HIDDEN // 2 if WORDS else HIDDEN  # of the weight
+    X_COLUMNS: tl.constexpr = (HIDDEN + GROUP - 1) // GROUP * GROUP if WORDS else HIDDEN
     PAST: tl.constexpr = best_values is not None
     nothing = tl.full([1, 1], NO_ORDER if token_map is not None else 2**31 - 1, tl.int64)
     if token_map is None:
         nothing = nothing.to(tl.int32)
     if PREFETCH:
         first, half = (part * ROWS_PER_PART + lane)[:, None], tl.arange(0, 2)[None, :]  # a thread has half a row
-        rows = weight + tl.minimum(first, VOCAB - 1).to(tl.int64) * weight_stride + half * (HIDDEN // 2)
-        BYTES: tl.constexpr = HIDDEN // 2 * (weight.dtype.element_ty.primitive_bitwidth // 8)
+        rows = weight + tl.minimum(first, VOCAB - 1).to(tl.int64) * weight_stride + half * (COLUMNS // 2)
+        BYTES: tl.constexpr = COLUMNS // 2 * (weight.dtype.element_ty.primitive_bitwidth // 8)
         prefetch(rows.to(tl.int64), (first < VOCAB) & (half < 2), BYTES)
     wait_for_others(EARLY)
     last_value = tl.zeros([BLOCK_M], tl.float32)
@@ -207,29 +226,48 @@ def stream_kernel(
     sums = tl.zeros([LANES, BLOCK_M], tl.float32)
     acc0 = tl.zeros([LANES, BLOCK_M], tl.float32)
     acc1 = tl.zeros([LANES, BLOCK_M], tl.float32)
+    scale0 = None
+    scale1 = None
+    if AHEAD:  # memory is far away, and the lists wait for the scales
+        scale0 = load_scale(weight_scale, part * ROWS_PER_PART + lane, VOCAB)
+        scale1 = load_scale(weight_scale, part * ROWS_PER_PART + LANES + lane, VOCAB)
 
     for step in tl.range(0, ROWS_PER_PART // BLOCK_V * STEPS, num_stages=STAGES):
         v = part * ROWS_PER_PART + step // STEPS * BLOCK_V + lane  # [LANES]
         k = step % STEPS * BLOCK_K + tl.arange(0, BLOCK_K)
-        x_mask = m_mask[None, :] if EVEN_K else m_mask[None, :] & (k < HIDDEN)[:, None]
+        if WORDS:  # 0 from the branch below instead, and ptxas would wait after each instruction of a product
+            acc0 = tl.where(step % STEPS == 0, 0.0, acc0)
+            if HALVES == 2:
+                acc1 = tl.where(step % STEPS == 0, 0.0, acc1)
+        x_mask = m_mask[None, :] if EVEN_K else m_mask[None, :] & (k < X_COLUMNS)[:, None]
         x = tl.load(normed_rows[None, :] + k[:, None], mask=x_mask, other=0.0)  # [BLOCK_K, BLOCK_M]
-        w = load_weight(weight, weight_stride, v, k, VOCAB, HIDDEN, EVEN_K, DECODE, x.dtype)
+        if WORDS:
+            k = step % STEPS * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
+        w = load_weight(weight, weight_stride, v, k, VOCAB, COLUMNS, EVEN_K, WORDS, DECODE, x.dtype)
         acc0 = tl.dot(w, x, acc0, input_precision="ieee")  # [LANES, BLOCK_M]
         if HALVES == 2:
-            w1 = load_weight(weight, weight_stride, v + LANES, k, VOCAB, HIDDEN, EVEN_K, DECODE, x.dtype)
+            w1 = load_weight(weight, weight_stride, v + LANES, k, VOCAB, COLUMNS, EVEN_K, WORDS, DECODE, x.dtype)
             acc1 = tl.dot(w1, x, acc1, input_precision="ieee")
         if step % STEPS == STEPS - 1:
+            logits = scaled(acc0, v, m, scale0, weight_scale, normed_scale, num_rows, VOCAB)
             values, orders, sums = rank(
-                acc0, v, values, orders, sums, nothing, weight_scale, token_map, suppressed, logits_soft_cap,
-                last_value, last_order, VOCAB, DEPTH, CAPPED, PAST
+                logits, v, values, orders, sums, nothing, token_map, suppressed, logits_soft_cap, last_value,
+                last_order, VOCAB, DEPTH, CAPPED, PAST
             )
-            acc0 = tl.zeros([LANES, BLOCK_M], tl.float32)
+            if AHEAD:
+                scale0 = load_scale(weight_scale, v + BLOCK_V, VOCAB)
+            if not WORDS:
+                acc0 = tl.zeros([LANES, BLOCK_M], tl.float32)
             if HALVES == 2:
+                logits = scaled(acc1, v + LANES, m, scale1, weight_scale, normed_scale, num_rows, VOCAB)
                 values, orders, sums = rank(
-                    acc1, v + LANES, values, orders, sums, nothing, weight_scale, token_map, suppressed,
-                    logits_soft_cap, last_value, last_order, VOCAB, DEPTH, CAPPED, PAST
+                    logits, v + LANES, values, orders, sums, nothing, token_map, suppressed, logits_soft_cap,
+                    last_value, last_order, VOCAB, DEPTH, CAPPED, PAST
                 )
-                acc1 = tl.zeros([LANES, BLOCK_M], tl.float32)
+                if AHEAD:
+                    scale1 = load_scale(weight_scale, v + BLOCK_V + LANES, VOCAB)
+                if not WORDS:
+                    acc1 = tl.zeros([LANES, BLOCK_M], tl.float32)
 
     at = m.to(tl.int64) * NUM_PARTS + part  # [BLOCK_M]
     if not PAST:
@@ -264,28 +302,48 @@ def mark_kernel(
 
 @triton.jit
 def load_weight(
-    weight, weight_stride, v, k, VOCAB: tl.constexpr, HIDDEN: tl.constexpr, EVEN_K: tl.constexpr, DECODE: tl.constexpr,
-    dtype: tl.constexpr
+    weight, weight_stride, v, k, VOCAB: tl.constexpr, COLUMNS: tl.constexpr, EVEN_K: tl.constexpr, WORDS: tl.constexpr,
+    DECODE: tl.constexpr, dtype: tl.constexpr
 ):
-    """Rows v and columns k of the weight, in the dtype of normed: [LANES, BLOCK_K]."""
+    """Rows v and columns k of the weight (WORDS: of its words), in the dtype of normed: [LANES, BLOCK_K]."""
     mask = (v < VOCAB)[:, None]
     if not EVEN_K:
-        mask = mask & (k < HIDDEN)[None, :]
+        mask = mask & (k < COLUMNS)[None, :]
     at = weight + v.to(tl.int64)[:, None] * weight_stride + k[None, :]
-    if DECODE:
-        return decode_fp8(tl.load(at, mask=mask, other=0), dtype)
-    return tl.load(at, mask=mask, other=0.0).to(dtype)
+    if WORDS:
+        w = split_words(tl.load(at, mask=mask, other=0), DECODE)
+    elif DECODE:
+        w = decode_fp8(tl.load(at, mask=mask, other=0), dtype)
+    else:
+        w = tl.load(at, mask=mask, other=0.0).to(dtype)
+    return w
+
+
+@triton.jit
+def load_scale(weight_scale, v, VOCAB: tl.constexpr):
+    """The scales of rows v of the weight [LANES]."""
+    return tl.load(weight_scale + v, mask=v < VOCAB, other=0.0)
+
+
+@triton.jit
+def scaled(products, v, m, scale, weight_scale, normed_scale, num_rows, VOCAB: tl.constexpr):
+    """The logits [LANES, BLOCK_M] of rows v of the weight and m of normed; `scale`: of rows v, None to load it."""
+    if normed_scale is not None:  # in L1 after the first time: there are no registers to keep it
+        products = products * tl.load(normed_scale + m, mask=m < num_rows, other=0.0)[None, :]
+    if scale is not None:
+        products = products * scale[:, None]
+    elif weight_scale is not None:
+        products = products * load_scale(weight_scale, v, VOCAB)[:, None]
+    return products
 
 
 @triton.jit
 def rank(
-    logits, v, values, orders, sums, nothing, weight_scale, token_map, suppressed, logits_soft_cap, last_value,
-    last_order, VOCAB: tl.constexpr, DEPTH: tl.constexpr, CAPPED: tl.constexpr, PAST: tl.constexpr
+    logits, v, values, orders, sums, nothing, token_map, suppressed, logits_soft_cap, last_value, last_order,
+    VOCAB: tl.constexpr, DEPTH: tl.constexpr, CAPPED: tl.constexpr, PAST: tl.constexpr
 ):
-    """Scale and cap the logits [LANES, BLOCK_M] of rows v of the weight, add them to the lists and to the sums."""
+    """Cap the logits [LANES, BLOCK_M] of rows v of the weight, add them to the lists and to the sums."""
     is_row = v < VOCAB
-    if weight_scale is not None:
-        logits = logits * tl.load(weight_scale + v, mask=is_row, other=0.0)[:, None]
     if CAPPED:
         logits = logits_soft_cap * tanh(logits / logits_soft_cap)
     counts = is_row
