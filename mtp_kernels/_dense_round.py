@@ -84,11 +84,11 @@ def overlap(launch: Launch, early: bool, *read: Tensor) -> Launch:
     """A launch of an op's kernel that starts early and asks for what it reads first.
 
     Not an attention whose programs fold their chunks: there are more than an SM has room for, so that few would start
-    early, and they have no registers left. Nor one that loads all its keys before it waits.
+    early, and they have no registers left. Nor one that loads its first keys before it waits.
     """
     launch = launch.with_early(early)
     constants = launch.constants
     if "PREFETCH" not in constants:
         return launch
-    loads = constants.get("CHUNKS", 1) == 1 and not constants.get("ONE_TILE", False)
+    loads = constants.get("CHUNKS", 1) == 1 and not constants.get("TILES") and not constants.get("LATE")
     return replace(launch, constants={**constants, "PREFETCH": early and loads and can_prefetch(*read)})

@@ -140,7 +140,7 @@ def segment(
             "v_scale": None if scale is None else scale.reshape(-1),
             "capacity": given["table_size"] * given["page_size"], "bound": given["bound"],
             "chunk_weight": given["chunk_weight"], "max_chunks": given["max_chunks"],
-            "chunk_multiple": last.constants["BLOCK_N"], "fold": last.constants["FOLD"],
+            "chunk_multiple": last.constants["MULTIPLE"], "fold": last.constants["FOLD"],
             "chunks_a_part": last.constants["CHUNKS"], "num_kv_heads": given["num_qo_heads"] // given["group"],
         }
     launch = CudaLaunch("segment", {

@@ -110,6 +110,49 @@ def test_neighbours_that_take_programs_change_no_bit(
         assert plans[0][0] == 8 and {chunks for chunks, _ in plans[1:]} == {1}
 
 
+@pytest.mark.kernels_only
+@everywhere
+@each_implementation
+@pytest.mark.parametrize(("length", "folds"), [(5 * 32, 8), (20 * 32, 16)])
+def test_the_tile_of_a_merge_changes_no_bit(
+    device: str, implementation: str, length: int, folds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folds of 32 keys side by side in a tile or one behind the other in each thread, in tiles of more or fewer folds
+    than there are."""
+    lengths = [length - 5, 0, 1, 70]
+    args, kwargs = problem(lengths, page_size=16, device=device, **HEADS, **options(4, 1, device=device))
+    expected: Tensor | None = None
+    for wide, group in ((False, 0), (True, 0), (False, 16), (True, 16)):
+        plans_of_triton(monkeypatch, implementation, lambda _: (1, 1), fold=2, chunk_weight=0.125, max_chunks=64,
+                        block_n=16, chunk_multiple=16)
+        merges = tiles_of_merges(monkeypatch, implementation, wide, group)
+        got = check_call(args, kwargs, implementation)
+        expected = got if expected is None else expected
+        assert_same_bits(got, expected)
+        if implementation == "triton":
+            assert [(one["GROUP"], one["WIDE"]) for one in merges] == [(group or folds, wide)]
+
+
+def tiles_of_merges(
+    monkeypatch: pytest.MonkeyPatch, implementation: str, wide: bool, group: int
+) -> list[dict[str, int | bool]]:
+    """The Triton merges in these tiles, which the list gets of each call; a group of 0 is the plan's own."""
+    made: list[dict[str, int | bool]] = []
+    if implementation == "triton":
+        from mtp_kernels.triton_ops import draft_attention as triton
+
+        tile = triton._merge_tile
+
+        def chosen(*args: int) -> tuple[dict[str, int | bool], int]:
+            constants, _ = tile(*args)
+            constants |= {"WIDE": wide, "GROUP": group or constants["GROUP"]}
+            made.append(constants)
+            return constants, 1
+
+        monkeypatch.setattr(triton, "_merge_tile", chosen)
+    return made
+
+
 def plans_of_triton(
     monkeypatch: pytest.MonkeyPatch, implementation: str, way: Callable[[int], tuple[int, int]], **sizes: int
 ) -> list[tuple[int, int]]:

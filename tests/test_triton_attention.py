@@ -70,7 +70,7 @@ def test_launches_compile(arch: int, kv_dtype: torch.dtype) -> None:
         assert "sin.approx" not in compiled.ptx and "cos.approx" not in compiled.ptx
         if arch == 90:
             assert compiled.spill_stores == 0
-        if "STAGES" in launch.constants and not launch.constants["ONE_TILE"]:
+        if "STAGES" in launch.constants and not launch.constants["TILES"]:
             assert "cp.async" in compiled.ptx  # tiles of K and V are loaded ahead
 
 
@@ -120,9 +120,9 @@ def test_what_parts_write_and_read_again_is_little() -> None:
 def test_sizes_do_not_follow_batch_or_table(checkpoint: str, layer: int) -> None:
     few, many = (launches(checkpoint, layer, 4, torch.bfloat16, torch.bfloat16, 90, batch, pages)
                  for batch, pages in ((1, 100), (64, 10000)))
-    free = {"CHUNKS", "RUNS", "ONE_TILE", "STAGES"}  # change no bit, nor the tile of a merge and its warps
+    free = {"CHUNKS", "RUNS", "TILES", "LATE", "STAGES"}  # change no bit, nor the tile of a merge and its warps
     for one, two in zip(few, many):  # a merge more where the table has room for more parts
-        names = {"FOLD", "BLOCK_N"} if "FOLD" in one.constants else one.constants.keys() - free
+        names = {"FOLD", "MULTIPLE"} if "FOLD" in one.constants else one.constants.keys() - free
         assert all(one.constants[n] == two.constants[n] for n in names)
         assert one.num_warps == two.num_warps or "FOLD" in one.constants
         assert all(one.args[n] == two.args[n] for n in ("max_chunks", "chunk_weight"))
@@ -132,15 +132,15 @@ def test_sizes_do_not_follow_batch_or_table(checkpoint: str, layer: int) -> None
 @pytest.mark.parametrize("max_chunks", [8, 64, 128])
 def test_the_planned_chunks_are_enough(weight: float, max_chunks: int) -> None:
     """For every number of keys up to the bound: `chunk_size` of the kernels, in the same fp32."""
-    c = Config(512, 1, 8, block_n=32, slabs=4, max_chunks=max_chunks, chunk_weight=weight, fold=8, num_warps=4,
-               stages=3)
+    c = Config(512, 1, 8, block_n=16, chunk_multiple=32, slabs=4, v_slabs=1, max_chunks=max_chunks, chunk_weight=weight,
+               fold=8, num_warps=4, stages=3)
     keys = torch.cat([torch.arange(1, 100_000), 2 ** torch.arange(17, 30), 2 ** torch.arange(17, 30) + 1])
     chunk = (keys.float() * weight).sqrt().ceil().int()
     chunk = -(-torch.maximum(chunk, -(-keys // max_chunks)) // 32) * 32
     needed = -(-keys // chunk)
     for n, most, largest in zip(keys.tolist(), needed.cummax(0).values.tolist(), chunk.cummax(0).values.tolist()):
         assert most <= count_chunks(n, c) <= max_chunks
-        assert most_keys_a_chunk(n, c) > c.block_n or largest <= c.block_n  # a chunk of one tile
+        assert most_keys_a_chunk(n, c) > 32 or largest <= 32  # a chunk whose tiles are all loaded first
 
 
 def test_a_tile_holds_every_query() -> None:

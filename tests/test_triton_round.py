@@ -101,7 +101,7 @@ def test_dense_weights_are_read_before_the_wait() -> None:
     asked = set()
     for launch in kinds(launches("31B", 1, 1024, True)):
         name = launch.kernel.fn.__name__
-        if name not in (*DENSE, "stream_kernel", "attend"):
+        if name not in (*DENSE, "stream_kernel"):
             continue
         before, _, after = compile_launch(launch, 90).ptx.partition("griddepcontrol.wait")
         asked |= {name} if "cp.async.bulk.prefetch.L2.global" in before else set()
@@ -109,7 +109,16 @@ def test_dense_weights_are_read_before_the_wait() -> None:
         assert "st.global" not in before and "mma.sync" not in before, name
         if name in DENSE:
             assert len(re.findall(r"ld\.global\S*\.v4", before)) >= 32, name
-    assert asked == {"stream_kernel", "attend"}
+    assert asked == {"stream_kernel", "linear_dense"}
+
+
+def test_keys_are_asked_for_before_the_wait() -> None:
+    """Of a chunk of several tiles: into shared memory, in front of the loop in which its queries are waited for."""
+    late = [x for x in kinds(launches("31B", 1, 1024, True)) if x.constants.get("LATE")]
+    assert {x.constants["HEAD_DIM"] for x in late} == {256, 512}
+    for launch in late:
+        code = compile_launch(launch, 90).ttgir
+        assert code.index("async_copy_global_to_local") < code.index("scf.for") < code.rindex("griddepcontrol.wait")
 
 
 def test_rows_of_a_dense_tile_lie_in_different_banks() -> None:

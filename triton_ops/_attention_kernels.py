@@ -46,15 +46,15 @@ def locate(table_ptr, seq_lens_ptr, kv_indptr_ptr, table_stride, table_size, pag
 
 
 @triton.jit
-def chunk_size(visible, max_chunks, chunk_weight, BLOCK_N: tl.constexpr):
-    """Keys a chunk, a multiple of BLOCK_N, from the visible keys alone: no batch and no table may change a result.
+def chunk_size(visible, max_chunks, chunk_weight, MULTIPLE: tl.constexpr):
+    """Keys a chunk, a multiple of MULTIPLE, from the visible keys alone: no batch and no table may change a result.
 
     It grows with the square root of them: a few keys read by many programs where there is little to read, and few
     partial results where there is much.
     """
     keys = tl.ceil(tl.sqrt_rn(visible.to(tl.float32) * chunk_weight)).to(tl.int32)
     keys = tl.maximum(tl.maximum(keys, tl.cdiv(visible, max_chunks)), 1)
-    return tl.cdiv(keys, BLOCK_N) * BLOCK_N
+    return tl.cdiv(keys, MULTIPLE) * MULTIPLE
 
 
 @triton.jit
@@ -78,40 +78,58 @@ def find_pages(table, key, end, page_size, num_pages, LOG2_PAGE: tl.constexpr):
 
 
 @triton.jit
-def load_queries(q_ptr, norm_ptr, freq_ptr, positions_ptr, q_stride_row, q_stride_head, position_stride, row, rows,
-                 num_pairs, group, eps, HALF: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+def load_turns(norm_ptr, freq_ptr, positions_ptr, position_stride, row, rows, num_pairs, HALF: tl.constexpr,
+               BLOCK_ROWS: tl.constexpr, BLOCK_GROUP: tl.constexpr):
+    """What queries are normed and turned with, each [rows, group, head_dim / 2] as the queries will be: both halves of
+    the norm's weight, and positions and frequencies.
+
+    The first loads of a program, so that none waits for another. Every head has a copy of its own: what threads have to
+    hand to each other costs a barrier.
+    """
+    i = tl.arange(0, HALF)[None, None, :]
+    zeros = tl.zeros([BLOCK_ROWS, BLOCK_GROUP, HALF], tl.int32)
+    norm_one, norm_two, position, freq = 1.0, 1.0, 0.0, 0.0
+    if norm_ptr is not None:
+        at = norm_ptr + (i + zeros)
+        norm_one, norm_two = tl.load(at), tl.load(at + HALF)
+    if freq_ptr is not None:
+        there = positions_ptr + row * position_stride
+        position = tl.load(there[:, None, None] + zeros, mask=(row < rows)[:, None, None] & (zeros == 0), other=0)
+        freq = tl.load(freq_ptr + (i + zeros), mask=(i < num_pairs) & (zeros == 0), other=0.0)  # the others do not turn
+    return norm_one, norm_two, position, freq
+
+
+@triton.jit
+def load_queries(q_ptr, turns, NORMED: tl.constexpr, TURNED: tl.constexpr, q_stride_row, q_stride_head, row, rows,
+                 group, eps, HALF: tl.constexpr, SLABS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
                  BLOCK_GROUP: tl.constexpr, EARLY: tl.constexpr):
-    """Both halves of the normed and turned queries, each [BLOCK_ROWS * BLOCK_GROUP, head_dim / 2], in dtype of q.
+    """Both halves of the normed and turned queries, each [slabs, columns of a slab, queries], in dtype of q.
 
     RoPE pairs an element with that half a head away: with the halves apart, nothing has to be shuffled.
     """
+    norm_one, norm_two, position, freq = turns
     g = tl.arange(0, BLOCK_GROUP)
     i = tl.arange(0, HALF)
     live = (row < rows)[:, None] & (g < group)[None, :]  # [rows, group]
     at = q_ptr + row.to(tl.int64)[:, None] * q_stride_row + g.to(tl.int64)[None, :] * q_stride_head
     at = at[:, :, None] + i[None, None, :]
-    if norm_ptr is not None:
-        norm_one = tl.load(norm_ptr + i).to(tl.float32)[None, None, :]
-        norm_two = tl.load(norm_ptr + HALF + i).to(tl.float32)[None, None, :]
-    if freq_ptr is not None:
-        position = tl.load(positions_ptr + row * position_stride, mask=row < rows, other=0).to(tl.float32)
-        freq = tl.load(freq_ptr + i, mask=i < num_pairs, other=0.0)  # the others do not turn
-        sine, cosine = sincos(position[:, None] * freq[None, :])  # [rows, head_dim / 2]
-        sine, cosine = sine[:, None, :], cosine[:, None, :]
+    if TURNED:
+        sine, cosine = sincos(position.to(tl.float32) * freq)
     wait_for_others(EARLY)  # for q alone: table, lengths and positions stay as they are in a round
     one = tl.load(at, mask=live[:, :, None], other=0.0).to(tl.float32)  # [rows, group, head_dim / 2]
     two = tl.load(at + HALF, mask=live[:, :, None], other=0.0).to(tl.float32)
-    if norm_ptr is not None:
+    if NORMED:
         mean = (tl.sum(product(one, one), 2) + tl.sum(product(two, two), 2)) / (2 * HALF)
         factor = (1.0 / tl.sqrt_rn(mean + eps))[:, :, None]
-        one = one * factor * norm_one
-        two = two * factor * norm_two
-    if freq_ptr is not None:
+        one = one * factor * norm_one.to(tl.float32)
+        two = two * factor * norm_two.to(tl.float32)
+    if TURNED:
         one, two = tl.fma(one, cosine, -(two * sine)), tl.fma(two, cosine, one * sine)
     dtype = q_ptr.dtype.element_ty
     one = tl.reshape(one.to(dtype), (BLOCK_ROWS * BLOCK_GROUP, HALF))
     two = tl.reshape(two.to(dtype), (BLOCK_ROWS * BLOCK_GROUP, HALF))
-    return one, two
+    shape: tl.constexpr = (SLABS, HALF // SLABS, BLOCK_ROWS * BLOCK_GROUP)
+    return tl.reshape(tl.trans(one), shape), tl.reshape(tl.trans(two), shape)
 
 
 @triton.jit
@@ -135,8 +153,12 @@ def load_cache(at, mask, dtype: tl.constexpr):
 
 @triton.jit
 def load_tile(k_head, v_head, table, key, end, page_size, num_pages, k_stride_page, k_stride_slot, v_stride_page,
-              v_stride_slot, HALF: tl.constexpr, SLABS: tl.constexpr, LOG2_PAGE: tl.constexpr, dtype: tl.constexpr):
-    """Halves of K [slabs, keys, columns of a slab] and of V [head_dim / 2, keys], and which keys are seen."""
+              v_stride_slot, HALF: tl.constexpr, SLABS: tl.constexpr, V_SLABS: tl.constexpr, LOG2_PAGE: tl.constexpr,
+              dtype: tl.constexpr):
+    """Halves of K [slabs, keys, columns of a slab] and of V, and which keys are seen.
+
+    V is [head_dim / 2, keys], or, in slabs of its own, [slabs, columns of a slab, keys].
+    """
     SLAB: tl.constexpr = HALF // SLABS
     i = tl.arange(0, HALF)
     column = tl.arange(0, SLABS)[:, None, None] * SLAB + tl.arange(0, SLAB)[None, None, :]  # [slabs, 1, columns]
@@ -145,8 +167,15 @@ def load_tile(k_head, v_head, table, key, end, page_size, num_pages, k_stride_pa
     slot = (key % page_size if LOG2_PAGE < 0 else key & ((1 << LOG2_PAGE) - 1)).to(tl.int64)
     k_at = k_head + (page * k_stride_page + slot * k_stride_slot)[None, :, None] + column
     # The addresses are turned, not the tile: that would take it out of the asynchronous copies.
-    v_at = tl.trans(v_head + (page * v_stride_page + slot * v_stride_slot)[:, None] + i[None, :])
-    k_seen, v_seen = seen[None, :, None], tl.trans(seen[:, None])
+    v_rows = v_head + (page * v_stride_page + slot * v_stride_slot)
+    k_seen = seen[None, :, None]
+    if V_SLABS == 1:
+        v_at, v_seen = tl.trans(v_rows[:, None] + i[None, :]), tl.trans(seen[:, None])
+    else:
+        V_SLAB: tl.constexpr = HALF // V_SLABS
+        v_column = tl.arange(0, V_SLABS)[:, None, None] * V_SLAB + tl.arange(0, V_SLAB)[None, None, :]
+        v_at = tl.permute(v_rows[None, :, None] + v_column, (0, 2, 1))
+        v_seen = tl.permute(k_seen, (0, 2, 1))
     k_one = load_cache(k_at, k_seen, dtype)
     k_two = load_cache(k_at + HALF, k_seen, dtype)
     return k_one, k_two, load_cache(v_at, v_seen, dtype), load_cache(v_at + HALF, v_seen, dtype), seen
@@ -167,6 +196,17 @@ def prefetch_keys(k_head, v_head, table, begin, end, page_size, num_pages, k_str
 
 
 @triton.jit
+def along(factor, V_SLABS: tl.constexpr):
+    """A factor of each query, for averages in so many slabs."""
+    return factor[None, :] if V_SLABS == 1 else factor[None, None, :]
+
+
+@triton.jit
+def no_average(HALF: tl.constexpr, V_SLABS: tl.constexpr, BLOCK_M: tl.constexpr):
+    return tl.zeros([HALF, BLOCK_M] if V_SLABS == 1 else [V_SLABS, HALF // V_SLABS, BLOCK_M], tl.float32)
+
+
+@triton.jit
 def attend_tile(k_one, k_two, v_one, v_two, seen, q_one, q_two, top, total, y_one, y_two, scale, logits_soft_cap,
                 SOFT_CAP: tl.constexpr, dtype: tl.constexpr):
     """Maximum, sum and average with the keys of a tile."""
@@ -181,8 +221,11 @@ def attend_tile(k_one, k_two, v_one, v_two, seen, q_one, q_two, top, total, y_on
     shrink = tl.exp2(top - new_top)
     total = tl.fma(total, shrink, tl.sum(p, 0))
     p = p.to(dtype)  # [keys, queries]
-    y_one = tl.dot(v_one, p, y_one * shrink[None, :], input_precision="ieee")
-    y_two = tl.dot(v_two, p, y_two * shrink[None, :], input_precision="ieee")
+    V_SLABS: tl.constexpr = 1 if len(v_one.shape) == 2 else v_one.shape[0]
+    if V_SLABS > 1:
+        p = tl.broadcast_to(p[None, :, :], (V_SLABS, p.shape[0], p.shape[1]))
+    y_one = tl.dot(v_one, p, y_one * along(shrink, V_SLABS), input_precision="ieee")
+    y_two = tl.dot(v_two, p, y_two * along(shrink, V_SLABS), input_precision="ieee")
     return new_top, total, y_one, y_two
 
 
@@ -202,15 +245,16 @@ def attend(
     num_pages, page_size, bound, max_chunks, chunk_weight, parts, run, rows, num_kv_heads, group, num_pairs, sm_scale,
     logits_soft_cap, eps,
     HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
-    SLABS: tl.constexpr, CHUNKS: tl.constexpr, RUNS: tl.constexpr, LOG2_PAGE: tl.constexpr, SOFT_CAP: tl.constexpr,
-    STAGES: tl.constexpr, ONE_TILE: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr,
+    MULTIPLE: tl.constexpr, SLABS: tl.constexpr, V_SLABS: tl.constexpr, CHUNKS: tl.constexpr, RUNS: tl.constexpr,
+    LOG2_PAGE: tl.constexpr, SOFT_CAP: tl.constexpr, STAGES: tl.constexpr, TILES: tl.constexpr, LATE: tl.constexpr,
+    EARLY: tl.constexpr, PREFETCH: tl.constexpr,
 ):
     """Grid (batch * num_kv_heads * row blocks, parts over `run`). A part is CHUNKS chunks; one loop over all tiles.
 
     RUNS: whether `run`, the parts of a program, is more than 1.
-    ONE_TILE: a part is a chunk that never has more than BLOCK_N keys; then these are on their way before the queries
-    are waited for. The cache is the target's, which no kernel of a round writes. PREFETCH: L2 is asked for the first of
-    a part's keys.
+    TILES: a part is a chunk that never has more than so many tiles, 1 or 2; then these are on their way before the
+    queries are waited for. The cache is the target's, which no kernel of a round writes. LATE: of a chunk of more, the
+    first tiles are, and the queries come into the loop. PREFETCH: L2 is asked for the first of a part's keys.
     """
     let_others_start(EARLY)
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -221,10 +265,15 @@ def attend(
     row_block, head = tl.program_id(0) % row_blocks, tl.program_id(0) // row_blocks % num_kv_heads
     b = tl.program_id(0) // (row_blocks * num_kv_heads)
     part = tl.program_id(1) * run
+    row = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    positions_at = positions_ptr + b * position_stride_batch if freq_ptr is not None else None
+    if not LATE:
+        turns = load_turns(norm_ptr, freq_ptr, positions_at, position_stride, row, rows, num_pairs, HALF, BLOCK_ROWS,
+                           BLOCK_GROUP)
 
     table, first, visible = locate(table_ptr, seq_lens_ptr, kv_indptr_ptr, table_stride, table_size, page_size, bound,
                                    b)
-    keys = chunk_size(visible, max_chunks, chunk_weight, BLOCK_N)
+    keys = chunk_size(visible, max_chunks, chunk_weight, MULTIPLE)
     # In 64 bits: a part that does not exist may begin behind 2^31.
     span = keys.to(tl.int64) * CHUNKS
     begin = part * span
@@ -240,57 +289,73 @@ def attend(
     if PREFETCH and begin < end:
         prefetch_keys(k_head, v_head, table, begin, end, page_size, num_pages, k_stride_page, k_stride_slot,
                       v_stride_page, v_stride_slot, HEAD_DIM, LOG2_PAGE)
-    if ONE_TILE:
+    if TILES > 0:
         k_one, k_two, v_one, v_two, seen = load_tile(
             k_head, v_head, table, begin + n, end, page_size, num_pages, k_stride_page, k_stride_slot, v_stride_page,
-            v_stride_slot, HALF, SLABS, LOG2_PAGE, dtype)
+            v_stride_slot, HALF, SLABS, V_SLABS, LOG2_PAGE, dtype)
+    if TILES > 1:
+        next_k_one, next_k_two, next_v_one, next_v_two, next_seen = load_tile(
+            k_head, v_head, table, begin + BLOCK_N + n, end, page_size, num_pages, k_stride_page, k_stride_slot,
+            v_stride_page, v_stride_slot, HALF, SLABS, V_SLABS, LOG2_PAGE, dtype)
 
-    row = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     q_at = q_ptr + b.to(tl.int64) * q_stride_batch + (head * group).to(tl.int64) * q_stride_head
-    q_one, q_two = load_queries(
-        q_at, norm_ptr, freq_ptr, positions_ptr + b * position_stride_batch if freq_ptr is not None else None,
-        q_stride_row, q_stride_head, position_stride, row, rows, num_pairs, group, eps, HALF, BLOCK_ROWS, BLOCK_GROUP,
-        EARLY)
-    q_one = tl.reshape(tl.trans(q_one), (SLABS, SLAB, BLOCK_M))
-    q_two = tl.reshape(tl.trans(q_two), (SLABS, SLAB, BLOCK_M))
+    if not LATE:
+        q_one, q_two = load_queries(
+            q_at, turns, norm_ptr is not None, freq_ptr is not None, q_stride_row, q_stride_head, row, rows, group, eps,
+            HALF, SLABS, BLOCK_ROWS, BLOCK_GROUP, EARLY)
+    else:
+        q_one = tl.zeros([SLABS, SLAB, BLOCK_M], dtype)
+        q_two = tl.zeros([SLABS, SLAB, BLOCK_M], dtype)
+        if begin >= end:
+            wait_for_others(EARLY)
     scale = sm_scale * load_scale(k_scale_ptr, head, k_scale_stride)
     if not SOFT_CAP:
         scale = scale * LOG2_E
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    y_one = tl.zeros([HALF, BLOCK_M], tl.float32)  # [head_dim / 2, queries]
-    y_two = tl.zeros([HALF, BLOCK_M], tl.float32)
+    y_one = no_average(HALF, V_SLABS, BLOCK_M)  # [head_dim / 2, queries], or in slabs
+    y_two = no_average(HALF, V_SLABS, BLOCK_M)
     SEVERAL: tl.constexpr = CHUNKS > 1 or RUNS
     if SEVERAL:
         chunk_end = begin + keys
     if CHUNKS > 1:
         all_top, all_total, all_one, all_two = top, total, y_one, y_two
         part_end = begin + keys * CHUNKS
-    if ONE_TILE:
+    if TILES > 0:
         top, total, y_one, y_two = attend_tile(
             k_one, k_two, v_one, v_two, seen, q_one, q_two, top, total, y_one, y_two, scale, logits_soft_cap, SOFT_CAP,
             dtype)
-    for start in tl.range(begin, end if not ONE_TILE else begin, BLOCK_N, num_stages=STAGES):
+    if TILES > 1:  # without a key in it nothing changes
+        top, total, y_one, y_two = attend_tile(
+            next_k_one, next_k_two, next_v_one, next_v_two, next_seen, q_one, q_two, top, total, y_one, y_two, scale,
+            logits_soft_cap, SOFT_CAP, dtype)
+    for start in tl.range(begin, end if TILES == 0 else begin, BLOCK_N, num_stages=STAGES):
         k_one, k_two, v_one, v_two, seen = load_tile(
             k_head, v_head, table, start + n, end, page_size, num_pages, k_stride_page, k_stride_slot, v_stride_page,
-            v_stride_slot, HALF, SLABS, LOG2_PAGE, dtype)
+            v_stride_slot, HALF, SLABS, V_SLABS, LOG2_PAGE, dtype)
+        if LATE and start == begin:
+            turns = load_turns(norm_ptr, freq_ptr, positions_at, position_stride, row, rows, num_pairs, HALF,
+                               BLOCK_ROWS, BLOCK_GROUP)
+            q_one, q_two = load_queries(
+                q_at, turns, norm_ptr is not None, freq_ptr is not None, q_stride_row, q_stride_head, row, rows, group,
+                eps, HALF, SLABS, BLOCK_ROWS, BLOCK_GROUP, EARLY)
         top, total, y_one, y_two = attend_tile(
             k_one, k_two, v_one, v_two, seen, q_one, q_two, top, total, y_one, y_two, scale, logits_soft_cap, SOFT_CAP,
             dtype)
         if SEVERAL and start + BLOCK_N >= tl.minimum(chunk_end, end):
             if CHUNKS > 1:
                 all_top, all_total, shrink, new_shrink = fold(all_top, all_total, top, total)
-                all_one = tl.fma(all_one, shrink[None, :], y_one * new_shrink[None, :])
-                all_two = tl.fma(all_two, shrink[None, :], y_two * new_shrink[None, :])
+                all_one = tl.fma(all_one, along(shrink, V_SLABS), y_one * along(new_shrink, V_SLABS))
+                all_two = tl.fma(all_two, along(shrink, V_SLABS), y_two * along(new_shrink, V_SLABS))
             elif RUNS:
                 leave(partial_ptr, stats_ptr, b, head, row_block, part, parts, rows, num_kv_heads, group, top, total,
                       y_one, y_two, BLOCK_ROWS, BLOCK_GROUP)
                 part += 1
             top = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
-            y_one = tl.zeros([HALF, BLOCK_M], tl.float32)
-            y_two = tl.zeros([HALF, BLOCK_M], tl.float32)
+            y_one = no_average(HALF, V_SLABS, BLOCK_M)
+            y_two = no_average(HALF, V_SLABS, BLOCK_M)
             chunk_end += keys
             if CHUNKS > 1 and RUNS and start + BLOCK_N >= tl.minimum(part_end, end):
                 leave(partial_ptr, stats_ptr, b, head, row_block, part, parts, rows, num_kv_heads, group, all_top,
@@ -302,7 +367,8 @@ def attend(
         if CHUNKS > 1:
             top, total, y_one, y_two = all_top, all_total, all_one, all_two
         if stats_ptr is None:
-            factor = average_factor(total, visible, load_scale(v_scale_ptr, head, v_scale_stride))[None, :]
+            factor = average_factor(total, visible, load_scale(v_scale_ptr, head, v_scale_stride))
+            factor = along(factor, V_SLABS)
             y_one, y_two = average(y_one + 0.0, factor, visible), average(y_two + 0.0, factor, visible)
         leave(partial_ptr, stats_ptr, b, head, row_block, part, parts, rows, num_kv_heads, group, top, total, y_one,
               y_two, BLOCK_ROWS, BLOCK_GROUP)
@@ -312,8 +378,10 @@ def attend(
 def leave(partial_ptr, stats_ptr, b, head, row_block, part, parts, rows, num_kv_heads, group, top, total, y_one, y_two,
           BLOCK_ROWS: tl.constexpr, BLOCK_GROUP: tl.constexpr):
     """What a part comes to, where the merge finds it."""
-    HALF: tl.constexpr = y_one.shape[0]
-    m = tl.arange(0, BLOCK_ROWS * BLOCK_GROUP)
+    BLOCK_M: tl.constexpr = BLOCK_ROWS * BLOCK_GROUP
+    HALF: tl.constexpr = y_one.numel // BLOCK_M
+    y_one, y_two = tl.reshape(y_one, (HALF, BLOCK_M)), tl.reshape(y_two, (HALF, BLOCK_M))
+    m = tl.arange(0, BLOCK_M)
     row, g = row_block * BLOCK_ROWS + m // BLOCK_GROUP, m % BLOCK_GROUP
     live = (row < rows) & (g < group)
     at = ((b.to(tl.int64) * rows + row) * (num_kv_heads * group) + head * group + g) * parts + part
@@ -349,46 +417,119 @@ def after_all(values, zero):
     return ((bits | (every & zero)).to(tl.float32, bitcast=True),) + values[1:]  # noqa: RUF005 - Triton has no *
 
 
+@triton.jit
+def fold_in(top, total, y, new_top, new_total, new_y):
+    """Two parts folded: maxima and sums [...], averages [..., elements] or [elements]."""
+    top, total, shrink, new_shrink = fold(top, total, new_top, new_total)
+    if len(shrink.shape) == 1:
+        shrink, new_shrink = shrink[:, None], new_shrink[:, None]
+    return top, total, tl.fma(y, shrink, new_y * new_shrink)
+
+
+@triton.jit
+def load_parts(stats_ptr, partial_ptr, at, parts, first, live_parts, COUNT: tl.constexpr, d,
+               HEAD_DIM: tl.constexpr):
+    """COUNT parts from `first` on, a tuple each of maxima, sums and averages: no key's behind `live_parts`.
+
+    All loads are on their way before the first is waited for.
+    """
+    tops, totals, ys = (), (), ()
+    for j in tl.static_range(COUNT):
+        part = first + j
+        place = at.to(tl.int64) * parts + part
+        tops += (tl.load(stats_ptr + place * 2, mask=part < live_parts, other=float("-inf")),)
+        totals += (tl.load(stats_ptr + place * 2 + 1, mask=part < live_parts, other=0.0),)
+        if len(part.shape) == 1:
+            y_at, y_live = (partial_ptr + place * HEAD_DIM)[:, None] + d[None, :], (part < live_parts)[:, None]
+        else:
+            y_at, y_live = partial_ptr + place * HEAD_DIM + d, part < live_parts
+        ys += (tl.load(y_at, mask=y_live, other=0.0),)
+    return after_all(tops, parts >> 30), totals, after_all(ys, parts >> 30)
+
+
+@triton.jit
+def fold_pairs(tops, totals, ys):
+    """Of tuples: each of the first half with its partner in the second."""
+    HALF: tl.constexpr = len(tops) // 2
+    half_tops, half_totals, half_ys = (), (), ()
+    for i in tl.static_range(HALF):
+        top, total, y = fold_in(tops[i], totals[i], ys[i], tops[HALF + i], totals[HALF + i], ys[HALF + i])
+        half_tops, half_totals, half_ys = half_tops + (top,), half_totals + (total,), half_ys + (y,)  # noqa: RUF005
+    return half_tops, half_totals, half_ys
+
+
+@triton.jit
+def halves(x):
+    """Both halves of a tile's rows."""
+    HALF: tl.constexpr = x.shape[0] // 2
+    if len(x.shape) == 1:
+        x = tl.permute(tl.reshape(x, [2, HALF]), [1, 0])
+    else:
+        x = tl.permute(tl.reshape(x, [2, HALF, x.shape[1]]), [1, 2, 0])
+    return tl.split(x)
+
+
+@triton.constexpr_function
+def halvings(size):
+    """How often a power of 2 can be halved."""
+    return int(size).bit_length() - 1
+
+
 @triton.jit(do_not_specialize=["table_stride", "table_size", "page_size", "bound", "max_chunks", "parts", "per_request",
                                "group", "v_scale_stride"],
             do_not_specialize_on_alignment=["seq_lens_ptr", "kv_indptr_ptr", "table_ptr"])
 def merge(
     partial_ptr, stats_ptr, out_ptr, table_ptr, seq_lens_ptr, kv_indptr_ptr, v_scale_ptr, table_stride, table_size,
     page_size, bound, max_chunks, chunk_weight, parts, per_request, num_qo_heads, group, v_scale_stride,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, FOLD: tl.constexpr, CHUNKS: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MULTIPLE: tl.constexpr, FOLD: tl.constexpr, CHUNKS: tl.constexpr,
+    GROUP: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """Grid (batch * rows * num_qo_heads, head_dim / BLOCK_D). Folds in their order, AHEAD of them loaded at a time.
+    """Grid (batch * rows * num_qo_heads, head_dim / BLOCK_D).
 
-    A thread has its elements of all parts, so the order of the sums follows neither the tile nor how many were planned.
+    A fold's parts are folded in order. Of each 16 folds the two of a pair that lie half of them apart are folded, then
+    of what is left likewise; these, again, in order. Folds that do not exist change nothing, so GROUP is 16 or what a
+    row can have at most. They lie side by side in a tile [GROUP, BLOCK_D], or, WIDE, AHEAD at a time in each thread.
     """
     let_others_start(EARLY)
     EACH: tl.constexpr = FOLD // CHUNKS  # parts of a fold
     at = tl.program_id(0)
     _, _, visible = locate(table_ptr, seq_lens_ptr, kv_indptr_ptr, table_stride, table_size, page_size, bound,
                            at // per_request)
-    keys = chunk_size(visible, max_chunks, chunk_weight, BLOCK_N)
+    keys = chunk_size(visible, max_chunks, chunk_weight, MULTIPLE)
     v_scale = load_scale(v_scale_ptr, at % num_qo_heads // group, v_scale_stride)
     live_parts = tl.cdiv(tl.cdiv(visible, keys), CHUNKS)
     wait_for_others(EARLY)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     all_top, all_total = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32)
     all_y = tl.zeros([BLOCK_D], tl.float32)
-    for first in range(0, live_parts, AHEAD * EACH):
-        tops, totals, ys = (), (), ()  # all loads are in flight before the first is waited for
-        for j in tl.static_range(AHEAD * EACH):
-            live = first + j < live_parts
-            place = at.to(tl.int64) * parts + first + j
-            tops += (tl.load(stats_ptr + place * 2, mask=live, other=float("-inf")),)
-            totals += (tl.load(stats_ptr + place * 2 + 1, mask=live, other=0.0),)
-            ys += (tl.load(partial_ptr + place * HEAD_DIM + d, mask=live, other=0.0),)
-        tops, ys = after_all(tops, parts >> 30), after_all(ys, parts >> 30)
-        for i in tl.static_range(AHEAD):
-            top, total, y = tops[i * EACH], totals[i * EACH], ys[i * EACH]
+    for first in range(0, live_parts, GROUP * EACH):
+        if WIDE:
+            tops, totals, ys = (), (), ()
+            for i in tl.static_range(GROUP // AHEAD):
+                part_tops, part_totals, part_ys = load_parts(
+                    stats_ptr, partial_ptr, at, parts, first + i * AHEAD * EACH, live_parts, AHEAD * EACH, d,
+                    HEAD_DIM)
+                for k in tl.static_range(AHEAD):
+                    top, total, y = part_tops[k * EACH], part_totals[k * EACH], part_ys[k * EACH]
+                    for j in tl.static_range(1, EACH):
+                        top, total, y = fold_in(
+                            top, total, y, part_tops[k * EACH + j], part_totals[k * EACH + j], part_ys[k * EACH + j])
+                    tops, totals, ys = tops + (top,), totals + (total,), ys + (y,)  # noqa: RUF005
+            for _level in tl.static_range(halvings(GROUP)):
+                tops, totals, ys = fold_pairs(tops, totals, ys)
+            top, total, y = tops[0], totals[0], ys[0]
+        else:
+            part_tops, part_totals, part_ys = load_parts(
+                stats_ptr, partial_ptr, at, parts, first + tl.arange(0, GROUP) * EACH, live_parts, EACH, d, HEAD_DIM)
+            top, total, y = part_tops[0], part_totals[0], part_ys[0]  # [GROUP], [GROUP], [GROUP, BLOCK_D]
             for j in tl.static_range(1, EACH):
-                top, total, shrink, new_shrink = fold(top, total, tops[i * EACH + j], totals[i * EACH + j])
-                y = tl.fma(y, shrink, ys[i * EACH + j] * new_shrink)
-            all_top, all_total, shrink, new_shrink = fold(all_top, all_total, top, total)
-            all_y = tl.fma(all_y, shrink, y * new_shrink)
-    all_y = average(all_y, average_factor(all_total, visible, v_scale), visible)
+                top, total, y = fold_in(top, total, y, part_tops[j], part_totals[j], part_ys[j])
+            for _level in tl.static_range(halvings(GROUP)):
+                one_top, two_top = halves(top)
+                one_total, two_total = halves(total)
+                one_y, two_y = halves(y)
+                top, total, y = fold_in(one_top, one_total, one_y, two_top, two_total, two_y)
+            top, total, y = tl.sum(top, 0), tl.sum(total, 0), tl.sum(y, 0)  # of one row
+        all_top, all_total, all_y = fold_in(all_top, all_total, all_y, top, total, y)
+    all_y = average(all_y + 0.0, average_factor(all_total, visible, v_scale), visible)
     tl.store(out_ptr + at.to(tl.int64) * HEAD_DIM + d, all_y.to(out_ptr.dtype.element_ty))

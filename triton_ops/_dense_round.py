@@ -5,11 +5,14 @@ Tiles and splits follow the sizes of the weights alone.
 
 from __future__ import annotations
 
+import math
+
 import triton
 from torch import Tensor
 
 from ._dense_round_kernels import linear_dense, pre_dense, settle_dense
-from ._launch import Launch
+from ._launch import Launch, count_sms
+from ._prefetch import can_prefetch
 from ._round import Pending, block_rows, new_partials, source_arguments
 
 MOST_ROWS = 8  # of a launch: the tile of a matrix instruction
@@ -18,6 +21,10 @@ TILE_N, SPLIT_N = 32, 16  # rows of weights in a tile: of what is not split, and
 SPLIT_K = 2048  # columns of a split's tile: 64 KB, as MOST_HIDDEN x TILE_N, so that several share an SM
 SLAB_K = 256  # columns that a warp multiplies on end
 WARPS = 4
+# Programs for which an SM of Hopper has room. Of the others the tiles are asked into L2, if one each is all of them.
+# Microseconds of a step on an H200, batch 1 and 1024 keys, without and with: 31B 324.3 and 320.2, 26B-A4B 272.6 and
+# 268.9, 12B 278.1 and 273.9; all tiles that others hold by then, too, 334.6, 277.2, 283.4.
+AN_SM = 3
 
 
 def settle(
@@ -54,11 +61,12 @@ def _linear(
 ) -> Launch:
     columns = output.size(-1)
     args = {"x": x, "weight": weight, "weight_stride": weight.stride(0), "output": output, "num_rows": x.size(0)}
+    grid, room = (triton.cdiv(columns, block_n), splits), AN_SM * count_sms(x.device)
     more = {
-        "N": columns, "GATED": gated, "BLOCK_M": block_rows(x.size(0)), "BLOCK_N": block_n, "HOLD": hold and early,
+        "N": columns, "GATED": gated, "BLOCK_M": block_rows(x.size(0)), "BLOCK_N": block_n,
+        "ROOM": room if early and room < math.prod(grid) and can_prefetch(weight) else 0, "HOLD": hold and early,
         "EARLY": early,
     }
-    grid = (triton.cdiv(columns, block_n), splits)
     return Launch(linear_dense, grid, args, {**constants, **more}, num_warps=WARPS, early=early)
 
 

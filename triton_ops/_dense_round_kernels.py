@@ -14,6 +14,7 @@ import triton.language as tl
 
 from ._early import let_others_start, wait_for_others
 from ._gemm import gelu_tanh
+from ._prefetch import prefetch
 from ._round_kernels import embed_rows, state_rows
 from ._round_math import rms_scale, take_in
 from ._wide_gemm import weight_pointers
@@ -48,6 +49,19 @@ def load_tile(weight_rows, k, seen):
     mask = None if seen is None else seen[None, :, :]
     w = tl.load(at, mask=mask, other=None if seen is None else 0.0, eviction_policy="evict_first")
     return tl.permute(w, (1, 0, 2))  # [SLABS, BLOCK_N, SLAB_K]
+
+
+@triton.jit
+def ask_for_later(weight, weight_stride, N: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+                  BLOCK_N: tl.constexpr, ROOM: tl.constexpr):
+    """L2 for the tile of the program that is ROOM behind this one: the GPU has no room for it yet."""
+    PIECES: tl.constexpr = 128 // (PARTS * BLOCK_N)  # of a row: a thread has one
+    BYTES: tl.constexpr = WIDTH // PIECES * (weight.dtype.element_ty.primitive_bitwidth // 8)
+    later = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0) + ROOM
+    first, split = later % tl.num_programs(0) * BLOCK_N, later // tl.num_programs(0)
+    rows = weight_pointers(weight, weight_stride, first, N, BLOCK_N, PARTS) + split * WIDTH
+    piece = tl.arange(0, PIECES)[None, :]
+    prefetch(rows.to(tl.int64)[:, None] + piece * BYTES, (split < tl.num_programs(1)) & (piece < PIECES), BYTES)
 
 
 @triton.jit
@@ -114,12 +128,13 @@ def settle_dense(
 def linear_dense(
     x, weight, weight_stride, output, num_rows,
     N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLABS: tl.constexpr, SLAB_K: tl.constexpr, HOLD: tl.constexpr,
-    EARLY: tl.constexpr
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLABS: tl.constexpr, SLAB_K: tl.constexpr, ROOM: tl.constexpr,
+    HOLD: tl.constexpr, EARLY: tl.constexpr
 ):
     """Grid (N / BLOCK_N, SPLITS): sums of x [rows, K] @ weight.T over WIDTH columns: output [rows, SPLITS, N].
 
     GATED: gelu_tanh of the product with the first N rows of the weights, times that with the other N.
+    ROOM: programs for which the GPU has room; 0 asks for no tile ahead.
     """
     let_others_start(EARLY)
     first, split = tl.program_id(0) * BLOCK_N, tl.program_id(1)
@@ -127,6 +142,8 @@ def linear_dense(
     k = split * WIDTH + columns
     seen = seen_columns(columns, split * WIDTH, K, WIDTH, SLABS * SLAB_K)
     w = load_tile(weight_pointers(weight, weight_stride, first, N, BLOCK_N, 2 if GATED else 1), k, seen)
+    if ROOM > 0:
+        ask_for_later(weight, weight_stride, N, WIDTH, 2 if GATED else 1, BLOCK_N, ROOM)
     rows = tl.arange(0, BLOCK_M)
     wait_for_others(EARLY)
     a = load_x(x + rows.to(tl.int64) * K, rows < num_rows, k, seen)

@@ -83,6 +83,7 @@ def plan(
     parts = -(-chunks // chunks_a_part)
     programs = -(-parts // run)
     alone = chunks_a_part == run == 1  # a chunk has a program of its own
+    first_tiles = -(-keys // c.block_n) if alone and keys <= c.chunk_multiple else 0
     # One part, if the table holds no more, is the result; else each leaves its sums.
     partial = q.new_empty((heads, parts, head_dim), dtype=torch.float32) if parts > 1 else output
     stats = q.new_empty((heads, parts, 2), dtype=torch.float32) if parts > 1 else None
@@ -120,30 +121,30 @@ def plan(
         },
         {
             "HEAD_DIM": head_dim, "BLOCK_ROWS": c.block_rows, "BLOCK_GROUP": c.block_group, "BLOCK_N": c.block_n,
-            "SLABS": c.slabs, "CHUNKS": chunks_a_part, "RUNS": run > 1,
+            "MULTIPLE": c.chunk_multiple, "SLABS": c.slabs, "V_SLABS": c.v_slabs, "CHUNKS": chunks_a_part,
+            "RUNS": run > 1,
             "LOG2_PAGE": page_size.bit_length() - 1 if page_size & (page_size - 1) == 0 else -1,
             "SOFT_CAP": logits_soft_cap > 0,
             "STAGES": c.stages if alone and blocks * programs <= c.at_once else
                       c.fold_stages if chunks_a_part > 1 else c.run_stages,
-            "ONE_TILE": alone and keys <= c.block_n, "EARLY": False,
-            "PREFETCH": False,
+            "TILES": first_tiles, "LATE": alone and first_tiles == 0 and c.late, "EARLY": False, "PREFETCH": False,
         },
         num_warps=c.num_warps,
     )
     if stats is None:
         return [main], output
-    block_d, ahead, num_warps = _merge_tile(heads, head_dim, parts, c.fold // chunks_a_part)
+    tile, num_warps = _merge_tile(heads, head_dim, parts, c.fold // chunks_a_part)
     last = Launch(
         merge,
-        (heads, head_dim // block_d),
+        (heads, head_dim // int(tile["BLOCK_D"])),
         {
             "partial_ptr": partial, "stats_ptr": stats, "out_ptr": output, **table, "v_scale_ptr": v_scale,
             "v_scale_stride": _scale_stride(v_scale), "parts": parts, "per_request": rows * num_qo_heads,
             "num_qo_heads": num_qo_heads, "group": num_qo_heads // num_kv_heads,
         },
         {
-            "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_N": c.block_n, "FOLD": c.fold, "CHUNKS": chunks_a_part,
-            "AHEAD": ahead, "EARLY": c.early,
+            "HEAD_DIM": head_dim, **tile, "MULTIPLE": c.chunk_multiple, "FOLD": c.fold, "CHUNKS": chunks_a_part,
+            "EARLY": c.early,
         },
         num_warps=num_warps,
         early=c.early,
@@ -151,15 +152,17 @@ def plan(
     return [main, last], output
 
 
-def _merge_tile(heads: int, head_dim: int, parts: int, parts_a_fold: int) -> tuple[int, int, int]:
-    """Elements of head_dim a program of the merge, folds that it loads at a time, and its warps. They change no bit.
+def _merge_tile(heads: int, head_dim: int, parts: int, parts_a_fold: int) -> tuple[dict[str, int | bool], int]:
+    """Constants and warps of the merge. They change no bit.
 
-    A thread has 4 elements; but 1 where there are few heads, so that the parts of a long row are on their way together.
+    Where there are few heads, or many parts of many folds, the folds of a row lie side by side, 4 elements a thread.
     """
-    elements = 4 if heads * head_dim >= 65536 else 1
-    block_d = min(head_dim, 512) if elements == 4 else 32
-    folds = _power_of_two(-(-parts // parts_a_fold))
-    return block_d, max(1, min(64 // elements // parts_a_fold, folds)), max(1, block_d // (32 * elements))
+    group = min(16, _power_of_two(-(-parts // parts_a_fold)))
+    wide = heads * head_dim >= 65536 and (parts_a_fold == 1 or group <= 4)
+    block_d = min(head_dim, 512) if wide else 32
+    ahead = max(1, min(16 // parts_a_fold, group)) if wide else 1
+    warps = block_d // 128 if wide else group * block_d // 128
+    return {"BLOCK_D": block_d, "GROUP": group, "WIDE": wide, "AHEAD": ahead}, max(1, warps)
 
 
 @lru_cache(maxsize=4096)
@@ -203,14 +206,14 @@ def count_chunks(bound: int, c: Config) -> int:
     m / chunk_weight, as they are at most m^2 / chunk_weight.
     """
     keys = most_keys_a_chunk(bound, c)
-    smaller = math.ceil((keys - c.block_n) / c.chunk_weight)
+    smaller = math.ceil((keys - c.chunk_multiple) / c.chunk_weight)
     return max(1, min(c.max_chunks, max(-(-bound // keys), smaller)))
 
 
 def most_keys_a_chunk(bound: int, c: Config) -> int:
     """The most keys that `chunk_size` of the kernels gives a chunk of up to `bound` keys."""
     keys = max(math.ceil(math.sqrt(bound * c.chunk_weight)), -(-bound // c.max_chunks), 1)
-    return -(-keys // c.block_n) * c.block_n
+    return -(-keys // c.chunk_multiple) * c.chunk_multiple
 
 
 @dataclass(frozen=True)
@@ -221,7 +224,9 @@ class Config:
     block_rows: int  # rows and query heads of a KV head in a tile; their product is 8 to 64
     block_group: int
     block_n: int  # keys a tile
+    chunk_multiple: int  # of which the keys of a chunk are a multiple: one tile, or two that a program has room for
     slabs: int  # of half a key, one or more warps each; 16 elements at least
+    v_slabs: int  # of half a value: 1, or one a warp
     max_chunks: int  # a power of two
     chunk_weight: float  # a chunk has at least sqrt(chunk_weight * visible keys); a multiple of 1/8, exact in fp32
     fold: int  # chunks folded in order before the folds are merged; a power of two that is not above max_chunks
@@ -229,6 +234,7 @@ class Config:
     stages: int  # 3: the next tile's K and V, and the pages of the one after it, are on the way; 5: two tiles; 7: three
     early: bool = False  # the merge may start before the chunks have ended: sm_90 and later
     # What follows changes no bit, and neither do the stages.
+    late: bool = False  # a chunk's first tiles are asked for before its queries, which then take registers in the loop
     fold_stages: int = 3  # of programs that run folds
     run_stages: int = 3  # of programs that run several chunks, or are more than `at_once`
     at_once: int = 2**31  # programs for which an H200 has room with so many stages
@@ -237,6 +243,9 @@ class Config:
     # Whether a program may run several: some tiles would need more registers than there are.
     chunks_run: bool = True
     folds_run: bool = True
+
+    def __post_init__(self) -> None:
+        assert self.chunk_multiple % self.block_n == 0, "a chunk that ends within a tile"
 
 
 @lru_cache(maxsize=256)
@@ -286,20 +295,23 @@ def config(
         block_rows,
         block_group,
         block_n=tile.block_n,
+        chunk_multiple=tile.chunk_multiple or tile.block_n,
         slabs=tile.slabs,
+        v_slabs=tile.v_slabs,
         max_chunks=max(8, _power_of_two(tile.max_chunks or min(128, max_chunks))),
         chunk_weight=min(8.0, tile.chunk_weight or chunk_weight),
         fold=tile.fold,
         num_warps=num_warps,
         stages=tile.stages,
         early=capability >= 90,
+        late=tile.late,
         fold_stages=tile.fold_stages or tile.stages,
         run_stages=tile.run_stages or tile.stages,
         at_once=tile.at_once,
         an_sm=tile.an_sm,
         folds_an_sm=tile.folds_an_sm or tile.an_sm,
         chunks_run=not (large and wide),
-        folds_run=dtype != torch.float32 or head_dim < 512,
+        folds_run=tile.v_slabs == 1 and (dtype != torch.float32 or head_dim < 256),
     )
 
 
@@ -318,6 +330,9 @@ class _Tile:
     folds_an_sm: int = 0
     chunk_weight: float = 0.0
     max_chunks: int = 0
+    chunk_multiple: int = 0  # 0: block_n
+    late: bool = False
+    v_slabs: int = 1
 
 
 def _plain_tile(head_dim: int, num_kv_heads: int, queries: int, roomy: bool) -> _Tile | None:
@@ -333,17 +348,25 @@ def _plain_tile(head_dim: int, num_kv_heads: int, queries: int, roomy: bool) -> 
         4 KV heads (31B): 8 x 1024 40.1 and 36.6, 64 x 4096 535 and 522
         head_dim 256, window 1024, 16 KV heads (31B): 8 x 8192 49.5 and 47.6
         8 KV heads (12B, 26B-A4B): 8 x 8192 35.0 and 27.6
+
+    Since then, tiles of 32 keys and of 16 in chunks of a multiple of 32: a step of E4B, 1 x 8192 72.5 and 73.4,
+    8 x 8192 156.0 and 154.8, 64 x 4096 475.4 and 466.9; of E2B 66.8 and 68.5, 120.8 and 119.0, 337.9 and 331.7. 31B's
+    full layer in chunks of a multiple of 16 and of 32: 8 x 1024 32.8 and 30.5, 64 x 4096 515 and 516. 12B's, V in one
+    slab (Hopper's wgmma, whose 16 columns 16 queries fill) and in 4: 1 x 65536 68.5 and 60.8, 8 x 8192 72.8 and 69.1.
     """
+    if head_dim == 512 and num_kv_heads <= 2 and queries <= 8:
+        tile = _Tile(16, 4, 7, fold_stages=5, run_stages=5, chunk_weight=0.5, chunk_multiple=32)
+        tile = tile if roomy else _Tile(32, 4, 3, chunk_weight=0.5)
+        return tile if num_kv_heads == 2 else replace(tile, fold=4, max_chunks=256)
     if head_dim == 512:
-        if num_kv_heads == 1 and queries <= 8:
-            return _Tile(32, 4, 3, fold=4, chunk_weight=0.5, max_chunks=256)
-        if num_kv_heads <= 2 and queries <= 8:
-            return _Tile(32, 4, 3, chunk_weight=0.5)
         weight = min(2.0, max(1.0, num_kv_heads / 2))
-        at_once = 264 if queries <= 8 else 132  # two an SM, or one
-        return _Tile(16, 4, 7 if roomy else 5, fold_stages=5, run_stages=5, at_once=at_once, chunk_weight=weight)
+        tile = _Tile(16, 4, 7 if roomy else 5, fold_stages=5, run_stages=5, chunk_weight=weight)
+        if queries <= 8:
+            return replace(tile, at_once=264, chunk_multiple=32, late=True)  # two programs an SM, or one
+        return replace(tile, at_once=132, v_slabs=4 if queries == 16 else 1)
     if head_dim == 256 and num_kv_heads > 2:
-        tile = _Tile(32, 1, 5, fold_stages=3, run_stages=3, an_sm=3, folds_an_sm=4, max_chunks=128 // num_kv_heads)
+        tile = _Tile(32, 1, 5, fold_stages=3, run_stages=3, an_sm=3, folds_an_sm=4, max_chunks=128 // num_kv_heads,
+                     late=True)
         return tile if num_kv_heads < 16 else replace(tile, fold_stages=5, folds_an_sm=3)
     if head_dim == 256:
         # Few short keys. Microseconds of E4B's step, batch 1 and 1024 keys, 8 and 8192, 64 and 4096: in one slab and
