@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from mtp_kernels.triton_ops._dense_round import split_linear
 from mtp_kernels.triton_ops._launch import Launch
 from triton_compile import ARCHITECTURES, SHARED_LIMIT, compile_launch
 
@@ -110,6 +111,15 @@ def test_dense_weights_are_read_before_the_wait() -> None:
         if name in DENSE:
             assert len(re.findall(r"ld\.global\S*\.v4", before)) >= 32, name
     assert asked == {"stream_kernel", "linear_dense"}
+
+
+@pytest.mark.parametrize(("inner", "asks"), [(16384, True), (16320, False), (16256, False)])
+def test_rows_of_a_tile_are_asked_for_in_pieces_and_no_further(inner: int, asks: bool) -> None:
+    """Eight splits of 2048 columns; the last of 1984; of 2032, of which no eighth is a multiple of 16 bytes."""
+    x = torch.empty(1, inner, dtype=torch.bfloat16, device="meta")
+    launch, _ = split_linear(x, torch.empty(1024, inner, dtype=x.dtype, device="meta"), waits=True, early=True)
+    assert (launch.constants["ROOM"] > 0) == asks
+    assert ("bulk.prefetch" in compile_launch(launch, 90).ptx) == asks
 
 
 def test_keys_are_asked_for_before_the_wait() -> None:

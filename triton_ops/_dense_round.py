@@ -62,10 +62,12 @@ def _linear(
     columns = output.size(-1)
     args = {"x": x, "weight": weight, "weight_stride": weight.stride(0), "output": output, "num_rows": x.size(0)}
     grid, room = (triton.cdiv(columns, block_n), splits), AN_SM * count_sms(x.device)
+    # A thread asks for an eighth of a tile's row or more, in multiples of 16 bytes, none of which is behind its end.
+    whole = constants["WIDTH"] % 64 == 0 and constants["K"] % constants["WIDTH"] == 0
+    asks = early and whole and room < math.prod(grid) and can_prefetch(weight)
     more = {
-        "N": columns, "GATED": gated, "BLOCK_M": block_rows(x.size(0)), "BLOCK_N": block_n,
-        "ROOM": room if early and room < math.prod(grid) and can_prefetch(weight) else 0, "HOLD": hold and early,
-        "EARLY": early,
+        "N": columns, "GATED": gated, "BLOCK_M": block_rows(x.size(0)), "BLOCK_N": block_n, "ROOM": room if asks else 0,
+        "HOLD": hold and early, "EARLY": early,
     }
     return Launch(linear_dense, grid, args, {**constants, **more}, num_warps=WARPS, early=early)
 

@@ -9,7 +9,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ._attention_kernels import attend, merge
+from ._attention_kernels import attend
+from ._attention_merge import merge
 from ._launch import Launch, capability, count_sms
 
 
@@ -171,10 +172,10 @@ def spread(blocks: int, chunks: int, keys: int, queries: int, sms: int, c: Confi
 
     Time, in keys: the waves of programs that a GPU has room for, each with what it takes to start (as long as 16384
     elements of K on an H200), times all that is moved, parts beside keys. Of the 28 shapes of
-    bench/results/h200/tune_attention.json it takes the fastest way, or one within 2%, of all but two, of E4B: 8
-    requests x 1024 keys (2 chunks a program, 16.5 us instead of 15.2; but where no cache holds the keys 20.5 instead
-    of 24.4), and the sliding layers of 64 requests (32 instead of 28.3; but a step, whose segments merge the parts,
-    takes 478 instead of 484).
+    bench/results/h200/tune_attention.json, with the tiles of that record, it takes the fastest way, or one within 2%,
+    of all but two, of E4B: 8 requests x 1024 keys (2 chunks a program, 16.5 us instead of 15.2; but where no cache
+    holds the keys 20.5 instead of 24.4), and the sliding layers of 64 requests (32 instead of 28.3; but a step, whose
+    segments merge the parts, takes 478 instead of 484).
     """
     found = []
     for chunks_a_part in {1, c.fold} if chunks > 1 else {1}:

@@ -1,4 +1,4 @@
-// The chunks of draft_attention, merged: the place of its second kernel (triton_ops/_attention_kernels.py).
+// The chunks of draft_attention, merged: the place of its second kernel (triton_ops/_attention_merge.py).
 #pragma once
 
 #include "mail.h"
