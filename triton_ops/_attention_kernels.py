@@ -193,7 +193,7 @@ def prefetch_keys(k_head, v_head, table, begin, end, page_size, num_pages, k_str
     k_at = (k_head + page * k_stride_page + slot * k_stride_slot).to(tl.int64)[:, None]
     v_at = (v_head + page * v_stride_page + slot * v_stride_slot).to(tl.int64)[:, None]
     is_value = (tl.arange(0, 2) == 1)[None, :]  # K or V of a key a thread
-    prefetch(tl.where(is_value, v_at, k_at), (key < end)[:, None] & (is_value | True), BYTES)
+    prefetch(tl.where(is_value, v_at, k_at), (key < end)[:, None], BYTES)
 
 
 @triton.jit

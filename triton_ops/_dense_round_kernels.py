@@ -60,8 +60,8 @@ def ask_for_later(weight, weight_stride, N: tl.constexpr, WIDTH: tl.constexpr, P
     later = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0) + ROOM
     first, split = later % tl.num_programs(0) * BLOCK_N, later // tl.num_programs(0)
     rows = weight_pointers(weight, weight_stride, first, N, BLOCK_N, PARTS) + split * WIDTH
-    piece = tl.arange(0, PIECES)[None, :]
-    prefetch(rows.to(tl.int64)[:, None] + piece * BYTES, (split < tl.num_programs(1)) & (piece < PIECES), BYTES)
+    at = rows.to(tl.int64)[:, None] + tl.arange(0, PIECES)[None, :] * BYTES
+    prefetch(at, split < tl.num_programs(1), BYTES)
 
 
 @triton.jit

@@ -21,7 +21,8 @@ def can_prefetch(*tensors: Tensor) -> bool:
 
 @triton.jit
 def prefetch(addresses, wanted, BYTES: tl.constexpr):
-    """BYTES, a multiple of 16, at each of `addresses` (int64, multiples of 16) that is `wanted`."""
+    """BYTES, a multiple of 16, at each of `addresses` (int64, multiples of 16) that is `wanted`, which is broadcast."""
+    wanted = tl.broadcast_to(wanted, addresses.shape)
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $3; mov.b32 $0, 0; }",
         "=r,l,r,r", [addresses, wanted.to(tl.int32), tl.full(addresses.shape, BYTES, tl.int32)], dtype=tl.int32,

@@ -209,7 +209,7 @@ def stream_kernel(
         first, half = (part * ROWS_PER_PART + lane)[:, None], tl.arange(0, 2)[None, :]  # a thread has half a row
         rows = weight + tl.minimum(first, VOCAB - 1).to(tl.int64) * weight_stride + half * (COLUMNS // 2)
         BYTES: tl.constexpr = COLUMNS // 2 * (weight.dtype.element_ty.primitive_bitwidth // 8)
-        prefetch(rows.to(tl.int64), (first < VOCAB) & (half < 2), BYTES)
+        prefetch(rows.to(tl.int64), first < VOCAB, BYTES)
     wait_for_others(EARLY)
     last_value = tl.zeros([BLOCK_M], tl.float32)
     last_order = tl.zeros([BLOCK_M], tl.int64)
