@@ -1,16 +1,16 @@
 """The tests of every op that has a Triton kernel, and of a round of them, run in Triton's interpreter on the CPU.
 
-draft_attention's have a file of their own, so that the two run side by side.
+draft_attention's and the heads' have files of their own, so that these run side by side.
 """
 
 from __future__ import annotations
 
 import pytest
-from triton_interpreted import check_interpreted
+from triton_interpreted import HEADS, check_interpreted
 
 from mtp_kernels.ops import OPS
 
-ALONE = ("draft_attention",)
+ALONE = ("draft_attention", *HEADS)
 WITH_KERNEL = [name for name, op in OPS.items() if any(k.implementation == "triton" for k in op.kernels)]
 
 

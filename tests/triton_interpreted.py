@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parent
+HEADS = ("centroid_logits", "centroid_topk", "lm_head_topk")  # as long as all ops but draft_attention
 
 
 def check_interpreted(name: str) -> None:
