@@ -118,7 +118,8 @@ def _calls(timed: Sequence[Timed], device: torch.device) -> list[float]:
 def _replays(timed: Sequence[Timed], pause: int) -> tuple[list[float], int]:
     """Microseconds between events around each replay, all queued behind a pause so that no launch is waited for.
 
-    A pause that ended before all was queued is doubled, and the round begins again; the other result is what it took.
+    A pause that ended before all was queued is doubled, up to LONGEST_PAUSE, and the round begins again; the other
+    result is what it took.
     """
     while True:
         torch.cuda._sleep(pause)

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from ._attention_math import decode_fp8, sincos, tanh
 from ._early import let_others_start, wait_for_others
+from ._gemm import block_columns
 from ._prefetch import prefetch
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -162,7 +163,7 @@ def load_tile(k_head, v_head, table, key, end, page_size, num_pages, k_stride_pa
     """
     SLAB: tl.constexpr = HALF // SLABS
     i = tl.arange(0, HALF)
-    column = tl.arange(0, SLABS)[:, None, None] * SLAB + tl.arange(0, SLAB)[None, None, :]  # [slabs, 1, columns]
+    column = block_columns(SLABS, SLAB)[:, None, :]  # [slabs, 1, columns]
     seen = key < end
     page = find_pages(table, key, end, page_size, num_pages, LOG2_PAGE)
     slot = (key % page_size if LOG2_PAGE < 0 else key & ((1 << LOG2_PAGE) - 1)).to(tl.int64)
@@ -173,8 +174,7 @@ def load_tile(k_head, v_head, table, key, end, page_size, num_pages, k_stride_pa
     if V_SLABS == 1:
         v_at, v_seen = tl.trans(v_rows[:, None] + i[None, :]), tl.trans(seen[:, None])
     else:
-        V_SLAB: tl.constexpr = HALF // V_SLABS
-        v_column = tl.arange(0, V_SLABS)[:, None, None] * V_SLAB + tl.arange(0, V_SLAB)[None, None, :]
+        v_column = block_columns(V_SLABS, HALF // V_SLABS)[:, None, :]
         v_at = tl.permute(v_rows[None, :, None] + v_column, (0, 2, 1))
         v_seen = tl.permute(k_seen, (0, 2, 1))
     k_one = load_cache(k_at, k_seen, dtype)

@@ -54,6 +54,15 @@ def load_parts(stats_ptr, partial_ptr, at, parts, first, live_parts, COUNT: tl.c
 
 
 @triton.jit
+def fold_in_order(tops, totals, ys, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT parts of the tuples, from FIRST on."""
+    top, total, y = tops[FIRST], totals[FIRST], ys[FIRST]
+    for j in tl.static_range(FIRST + 1, FIRST + COUNT):
+        top, total, y = fold_in(top, total, y, tops[j], totals[j], ys[j])
+    return top, total, y
+
+
+@triton.jit
 def fold_pairs(tops, totals, ys):
     """Of tuples: each of the first half with its partner in the second."""
     HALF: tl.constexpr = len(tops) // 2
@@ -110,10 +119,7 @@ def merge(
                     stats_ptr, partial_ptr, at, parts, first + i * AHEAD * EACH, live_parts, AHEAD * EACH, d,
                     HEAD_DIM)
                 for k in tl.static_range(AHEAD):
-                    top, total, y = part_tops[k * EACH], part_totals[k * EACH], part_ys[k * EACH]
-                    for j in tl.static_range(1, EACH):
-                        top, total, y = fold_in(
-                            top, total, y, part_tops[k * EACH + j], part_totals[k * EACH + j], part_ys[k * EACH + j])
+                    top, total, y = fold_in_order(part_tops, part_totals, part_ys, k * EACH, EACH)
                     tops, totals, ys = tops + (top,), totals + (total,), ys + (y,)  # noqa: RUF005
             for _level in tl.static_range(halvings(GROUP)):
                 tops, totals, ys = fold_pairs(tops, totals, ys)
@@ -121,9 +127,8 @@ def merge(
         else:
             part_tops, part_totals, part_ys = load_parts(
                 stats_ptr, partial_ptr, at, parts, first + tl.arange(0, GROUP) * EACH, live_parts, EACH, d, HEAD_DIM)
-            top, total, y = part_tops[0], part_totals[0], part_ys[0]  # [GROUP], [GROUP], [GROUP, BLOCK_D]
-            for j in tl.static_range(1, EACH):
-                top, total, y = fold_in(top, total, y, part_tops[j], part_totals[j], part_ys[j])
+            # [GROUP], [GROUP], [GROUP, BLOCK_D]
+            top, total, y = fold_in_order(part_tops, part_totals, part_ys, 0, EACH)
             for _level in tl.static_range(halvings(GROUP)):
                 one_top, two_top = halves(top)
                 one_total, two_total = halves(total)

@@ -13,18 +13,13 @@ import triton
 import triton.language as tl
 
 from ._early import let_others_start, wait_for_others
-from ._gemm import gelu_tanh
+from ._gemm import block_columns, gelu_tanh
 from ._prefetch import prefetch
 from ._round_kernels import embed_rows, state_rows
 from ._round_math import rms_scale, take_in
 from ._wide_gemm import weight_pointers
 
 ROWS = tl.constexpr(8)  # the fewest that a matrix instruction takes
-
-
-@triton.jit
-def tile_columns(SLABS: tl.constexpr, SLAB_K: tl.constexpr):
-    return tl.arange(0, SLABS)[:, None] * SLAB_K + tl.arange(0, SLAB_K)[None, :]  # [SLABS, SLAB_K]
 
 
 @triton.jit
@@ -138,7 +133,7 @@ def linear_dense(
     """
     let_others_start(EARLY)
     first, split = tl.program_id(0) * BLOCK_N, tl.program_id(1)
-    columns = tile_columns(SLABS, SLAB_K)
+    columns = block_columns(SLABS, SLAB_K)
     k = split * WIDTH + columns
     seen = seen_columns(columns, split * WIDTH, K, WIDTH, SLABS * SLAB_K)
     w = load_tile(weight_pointers(weight, weight_stride, first, N, BLOCK_N, 2 if GATED else 1), k, seen)
@@ -169,7 +164,7 @@ def pre_dense(
     first, split = tl.program_id(0) * BLOCK_N, tl.program_id(1)
     in_state = split >= SPLITS
     part = split % SPLITS
-    columns = tile_columns(SLABS, SLAB_K)
+    columns = block_columns(SLABS, SLAB_K)
     k = part * WIDTH + columns
     seen = seen_columns(columns, part * WIDTH, K, WIDTH, SLABS * SLAB_K)
     w = load_tile(weight_pointers(weight, weight_stride, first, N, BLOCK_N, 1) + split // SPLITS * K, k, seen)
