@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
 CPP = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".cpp", ".cu", ".cuh"))
 
@@ -23,8 +21,7 @@ def tool(name: str) -> str:
     """The tool of this environment, or of PATH; it is part of the [test] extra."""
     beside = Path(sys.executable).parent / name
     found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
-        pytest.skip(f"{name} is not installed")
+    assert found is not None, f"{name} is not installed"
     return found
 
 
@@ -33,8 +30,7 @@ def test_ruff() -> None:
 
 
 def test_mypy() -> None:
-    if importlib.util.find_spec("mypy") is None:
-        pytest.skip("mypy is not installed")
+    assert importlib.util.find_spec("mypy") is not None, "mypy is not installed"
     run(sys.executable, "-m", "mypy")
 
 
