@@ -90,5 +90,5 @@ def overlap(launch: Launch, early: bool, *read: Tensor) -> Launch:
     constants = launch.constants
     if "PREFETCH" not in constants:
         return launch
-    loads = constants.get("CHUNKS", 1) == 1 and not constants.get("TILES") and not constants.get("LATE")
+    loads = constants.get("CHUNKS", 1) == 1 and not constants.get("ONE_TILE") and not constants.get("LATE")
     return replace(launch, constants={**constants, "PREFETCH": early and loads and can_prefetch(*read)})

@@ -116,7 +116,7 @@ def test_a_segment_knows_the_chunks_of_its_attention(batch: int, each: int) -> N
         assert args["capacity"] == 4096 and args["num_kv_heads"] == heads
         assert args["chunks_a_part"] == attention.constants["CHUNKS"] == (each if args["bound"] == 4096 else
                                                                           min(each, args["fold"]))
-        assert args["chunk_multiple"] == attention.constants["MULTIPLE"]
+        assert args["chunk_multiple"] == attention.constants["BLOCK_N"]
     last = made[-3]
     assert last.args["centroids"] is not None and last.args["normed"] is not None and last.args["x_out"] is None
 

@@ -124,7 +124,7 @@ def test_the_tile_of_a_merge_changes_no_bit(
     expected: Tensor | None = None
     for wide, group in ((False, 0), (True, 0), (False, 16), (True, 16)):
         plans_of_triton(monkeypatch, implementation, lambda _: (1, 1), fold=2, chunk_weight=0.125, max_chunks=64,
-                        block_n=16, chunk_multiple=16)
+                        block_n=16)
         merges = tiles_of_merges(monkeypatch, implementation, wide, group)
         got = check_call(args, kwargs, implementation)
         expected = got if expected is None else expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -70,7 +71,7 @@ def test_launches_compile(arch: int, kv_dtype: torch.dtype) -> None:
         assert "sin.approx" not in compiled.ptx and "cos.approx" not in compiled.ptx
         if arch == 90:
             assert compiled.spill_stores == 0
-        if "STAGES" in launch.constants and not launch.constants["TILES"]:
+        if "STAGES" in launch.constants and not launch.constants["ONE_TILE"]:
             assert "cp.async" in compiled.ptx  # tiles of K and V are loaded ahead
 
 
@@ -93,6 +94,19 @@ def test_two_programs_share_an_sm_of_hopper_in_a_chain(name: str, batch: int) ->
     programs = 1 if name == "12B" and math.prod(attend.grid) <= 132 else 2
     assert programs * (compiled.shared + 1024) <= 228 * 1024
     assert programs * 32 * attend.num_warps * -(-compiled.registers // 8) * 8 <= 65536
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64])
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_what_a_warp_reads_of_a_slab_lies_in_different_banks(name: str, batch: int) -> None:
+    """Slabs are the slowest dimension in shared memory, and its rows are swizzled."""
+    attend = launches(name, 1, 1, torch.bfloat16, torch.bfloat16, 90, batch, pages=512)[0]
+    text = compile_launch(attend, 90).ttgir
+    layouts = dict(re.findall(r"^(#shared\d*) = #ttg.swizzled_shared<\{(.*)\}>", text, re.MULTILINE))
+    tiles = set(re.findall(r"async_copy_global_to_local .* -> <4x\d+x\d+xbf16, (#shared\d*),", text))
+    assert tiles or attend.constants["ONE_TILE"]
+    for tile in tiles:
+        assert "maxPhase = 8" in layouts[tile] and layouts[tile].endswith(", 0]")
 
 
 @pytest.mark.parametrize("name", ["E2B", "E4B"])
@@ -120,7 +134,7 @@ def test_what_parts_write_and_read_again_is_little() -> None:
 def test_sizes_do_not_follow_batch_or_table(checkpoint: str, layer: int) -> None:
     few, many = (launches(checkpoint, layer, 4, torch.bfloat16, torch.bfloat16, 90, batch, pages)
                  for batch, pages in ((1, 100), (64, 10000)))
-    free = {"CHUNKS", "RUNS", "TILES", "LATE", "STAGES"}  # change no bit, nor the tile of a merge and its warps
+    free = {"CHUNKS", "RUNS", "ONE_TILE", "LATE", "STAGES"}  # change no bit, nor the tile of a merge and its warps
     for one, two in zip(few, many):  # a merge more where the table has room for more parts
         names = {"FOLD", "MULTIPLE"} if "FOLD" in one.constants else one.constants.keys() - free
         assert all(one.constants[n] == two.constants[n] for n in names)
@@ -132,7 +146,7 @@ def test_sizes_do_not_follow_batch_or_table(checkpoint: str, layer: int) -> None
 @pytest.mark.parametrize("max_chunks", [8, 64, 128])
 def test_the_planned_chunks_are_enough(weight: float, max_chunks: int) -> None:
     """For every number of keys up to the bound: `chunk_size` of the kernels, in the same fp32."""
-    c = Config(512, 1, 8, block_n=16, chunk_multiple=32, slabs=4, v_slabs=1, max_chunks=max_chunks, chunk_weight=weight,
+    c = Config(512, 1, 8, block_n=32, slabs=4, v_slabs=1, max_chunks=max_chunks, chunk_weight=weight,
                fold=8, num_warps=4, stages=3)
     keys = torch.cat([torch.arange(1, 100_000), 2 ** torch.arange(17, 30), 2 ** torch.arange(17, 30) + 1])
     chunk = (keys.float() * weight).sqrt().ceil().int()
@@ -140,7 +154,7 @@ def test_the_planned_chunks_are_enough(weight: float, max_chunks: int) -> None:
     needed = -(-keys // chunk)
     for n, most, largest in zip(keys.tolist(), needed.cummax(0).values.tolist(), chunk.cummax(0).values.tolist()):
         assert most <= count_chunks(n, c) <= max_chunks
-        assert most_keys_a_chunk(n, c) > 32 or largest <= 32  # a chunk whose tiles are all loaded first
+        assert most_keys_a_chunk(n, c) > 32 or largest <= 32  # a chunk whose tile is loaded first
 
 
 def test_a_tile_holds_every_query() -> None:

@@ -177,6 +177,12 @@ def load_tile(k_head, v_head, table, key, end, page_size, num_pages, k_stride_pa
         v_column = block_columns(V_SLABS, HALF // V_SLABS)[:, None, :]
         v_at = tl.permute(v_rows[None, :, None] + v_column, (0, 2, 1))
         v_seen = tl.permute(k_seen, (0, 2, 1))
+    if V_SLABS > 1 and key.shape[0] > 16:
+        # Not true of the keys, of which no two lie side by side: it makes the compiler deal them to lanes before slabs,
+        # so that a thread has a key or two to find, not four. Of 16 keys a thread would have one, and the compiler
+        # would then put slabs below each other in shared memory, where what a warp reads would lie in the same banks.
+        k_at = tl.max_contiguous(k_at, [1, 2, SLAB])
+        v_at = tl.max_contiguous(v_at, [1, HALF // V_SLABS, 2])
     k_one = load_cache(k_at, k_seen, dtype)
     k_two = load_cache(k_at + HALF, k_seen, dtype)
     return k_one, k_two, load_cache(v_at, v_seen, dtype), load_cache(v_at + HALF, v_seen, dtype), seen
@@ -247,16 +253,16 @@ def attend(
     num_pages, page_size, bound, max_chunks, chunk_weight, parts, run, rows, num_kv_heads, group, num_pairs, sm_scale,
     logits_soft_cap, eps,
     HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
-    MULTIPLE: tl.constexpr, SLABS: tl.constexpr, V_SLABS: tl.constexpr, CHUNKS: tl.constexpr, RUNS: tl.constexpr,
-    LOG2_PAGE: tl.constexpr, SOFT_CAP: tl.constexpr, STAGES: tl.constexpr, TILES: tl.constexpr, LATE: tl.constexpr,
-    EARLY: tl.constexpr, PREFETCH: tl.constexpr,
+    SLABS: tl.constexpr, V_SLABS: tl.constexpr, CHUNKS: tl.constexpr, RUNS: tl.constexpr, LOG2_PAGE: tl.constexpr,
+    SOFT_CAP: tl.constexpr, STAGES: tl.constexpr, ONE_TILE: tl.constexpr, LATE: tl.constexpr, EARLY: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     """Grid (batch * num_kv_heads * row blocks, parts over `run`). A part is CHUNKS chunks; one loop over all tiles.
 
     RUNS: whether `run`, the parts of a program, is more than 1.
-    TILES: a part is a chunk that never has more than so many tiles, 1 or 2; then these are on their way before the
-    queries are waited for. The cache is the target's, which no kernel of a round writes. LATE: of a chunk of more, the
-    first tiles are, and the queries come into the loop. PREFETCH: L2 is asked for the first of a part's keys.
+    ONE_TILE: a part is a chunk that never has more than one tile; then that is on its way before the queries are waited
+    for. The cache is the target's, which no kernel of a round writes. LATE: of a chunk of more, the first tiles are,
+    and the queries come into the loop. PREFETCH: L2 is asked for the first of a part's keys.
     """
     let_others_start(EARLY)
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -275,7 +281,7 @@ def attend(
 
     table, first, visible = locate(table_ptr, seq_lens_ptr, kv_indptr_ptr, table_stride, table_size, page_size, bound,
                                    b)
-    keys = chunk_size(visible, max_chunks, chunk_weight, MULTIPLE)
+    keys = chunk_size(visible, max_chunks, chunk_weight, BLOCK_N)
     # In 64 bits: a part that does not exist may begin behind 2^31.
     span = keys.to(tl.int64) * CHUNKS
     begin = part * span
@@ -291,14 +297,10 @@ def attend(
     if PREFETCH and begin < end:
         prefetch_keys(k_head, v_head, table, begin, end, page_size, num_pages, k_stride_page, k_stride_slot,
                       v_stride_page, v_stride_slot, HEAD_DIM, LOG2_PAGE)
-    if TILES > 0:
+    if ONE_TILE:
         k_one, k_two, v_one, v_two, seen = load_tile(
             k_head, v_head, table, begin + n, end, page_size, num_pages, k_stride_page, k_stride_slot, v_stride_page,
             v_stride_slot, HALF, SLABS, V_SLABS, LOG2_PAGE, dtype)
-    if TILES > 1:
-        next_k_one, next_k_two, next_v_one, next_v_two, next_seen = load_tile(
-            k_head, v_head, table, begin + BLOCK_N + n, end, page_size, num_pages, k_stride_page, k_stride_slot,
-            v_stride_page, v_stride_slot, HALF, SLABS, V_SLABS, LOG2_PAGE, dtype)
 
     q_at = q_ptr + b.to(tl.int64) * q_stride_batch + (head * group).to(tl.int64) * q_stride_head
     if not LATE:
@@ -324,15 +326,11 @@ def attend(
     if CHUNKS > 1:
         all_top, all_total, all_one, all_two = top, total, y_one, y_two
         part_end = begin + keys * CHUNKS
-    if TILES > 0:
+    if ONE_TILE:
         top, total, y_one, y_two = attend_tile(
             k_one, k_two, v_one, v_two, seen, q_one, q_two, top, total, y_one, y_two, scale, logits_soft_cap, SOFT_CAP,
             dtype)
-    if TILES > 1:  # without a key in it nothing changes
-        top, total, y_one, y_two = attend_tile(
-            next_k_one, next_k_two, next_v_one, next_v_two, next_seen, q_one, q_two, top, total, y_one, y_two, scale,
-            logits_soft_cap, SOFT_CAP, dtype)
-    for start in tl.range(begin, end if TILES == 0 else begin, BLOCK_N, num_stages=STAGES):
+    for start in tl.range(begin, begin if ONE_TILE else end, BLOCK_N, num_stages=STAGES):
         k_one, k_two, v_one, v_two, seen = load_tile(
             k_head, v_head, table, start + n, end, page_size, num_pages, k_stride_page, k_stride_slot, v_stride_page,
             v_stride_slot, HALF, SLABS, V_SLABS, LOG2_PAGE, dtype)

@@ -16,7 +16,7 @@ from ._early import let_others_start, wait_for_others
 from ._gemm import block_columns, gelu_tanh
 from ._prefetch import prefetch
 from ._round_kernels import embed_rows, state_rows
-from ._round_math import rms_scale, take_in
+from ._round_math import rms_scale_of_program, take_in
 from ._wide_gemm import weight_pointers
 
 ROWS = tl.constexpr(8)  # the fewest that a matrix instruction takes
@@ -112,11 +112,11 @@ def settle_dense(
     factor = None if scale is None else tl.load(scale).to(tl.float32)
     gain = tl.load(norm + k).to(tl.float32)
     wait_for_others(EARLY)
-    x = take_in(partials, residual, own, factor, eps, rows, row_mask, k, SPLITS, K, dtype)
+    x = take_in(partials, residual, own, factor, eps, rows, row_mask, k, SPLITS, K, dtype, SHORT=True)
     place = rows.to(tl.int64)[:, None] * K + k[None, :]
     if x_out is not None:
         tl.store(x_out + place, x, mask=row_mask[:, None])
-    tl.store(normed + place, x * rms_scale(x, eps, K)[:, None] * gain[None, :], mask=row_mask[:, None])
+    tl.store(normed + place, x * rms_scale_of_program(x, eps, K)[:, None] * gain[None, :], mask=row_mask[:, None])
 
 
 @triton.jit(do_not_specialize=["num_rows"])

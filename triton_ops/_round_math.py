@@ -27,6 +27,12 @@ def rms_scale(x, eps, K: tl.constexpr):
 
 
 @triton.jit
+def rms_scale_of_program(x, eps, K: tl.constexpr):
+    """The same in fewer steps, for kernels whose programs have one row: its bits follow how a program lays it out."""
+    return tl.rsqrt(tl.sum(x * x, 1) * (1.0 / K) + eps)
+
+
+@triton.jit
 def sum_splits(partials, rows, row_mask, k, SPLITS: tl.constexpr, K: tl.constexpr):
     """The sum of the splits of rows [M, K], in their order, from partials [rows, SPLITS, K] in fp32."""
     at = partials + rows.to(tl.int64)[:, None] * (SPLITS * K) + k[None, :]
@@ -38,15 +44,20 @@ def sum_splits(partials, rows, row_mask, k, SPLITS: tl.constexpr, K: tl.constexp
 
 @triton.jit
 def take_in(partials, residual, post_norm, scale, eps, rows, row_mask, k, SPLITS: tl.constexpr, K: tl.constexpr,
-            dtype: tl.constexpr):
+            dtype: tl.constexpr, SHORT: tl.constexpr = False):
     """x [M, K] in fp32, rounded to `dtype`: the projection whose splits are in `partials`, or with `post_norm` [K] what
-    linear_norm_add makes of it, (residual + rmsnorm(projection) * post_norm) * scale; without splits, `residual`."""
+    linear_norm_add makes of it, (residual + rmsnorm(projection) * post_norm) * scale; without splits, `residual`.
+    SHORT: by rms_scale_of_program."""
     if SPLITS > 0:
         x = sum_splits(partials, rows, row_mask, k, SPLITS, K)
     if residual is not None:
         at = residual + rows.to(tl.int64)[:, None] * K + k[None, :]
         before = tl.load(at, mask=row_mask[:, None], other=0.0).to(tl.float32)
-        x = before if SPLITS == 0 else before + x * rms_scale(x, eps, K)[:, None] * post_norm[None, :]
+        if SPLITS == 0:
+            x = before
+        else:
+            factor = rms_scale_of_program(x, eps, K) if SHORT else rms_scale(x, eps, K)
+            x = before + x * factor[:, None] * post_norm[None, :]
     if scale is not None:
         x *= scale
     return x.to(dtype).to(tl.float32)

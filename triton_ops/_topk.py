@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._early import wait_for_others
 from ._launch import Launch
 
 NO_ORDER = tl.constexpr(2**63 - 1)  # behind every candidate
@@ -21,7 +22,7 @@ UNITS = tl.constexpr(2.0**40)  # of a fixed-point sum
 
 def merge_launch(
     parts: dict[str, Tensor], results: dict[str, Tensor], take: int, *, done: int = 0, ranked: dict[str, Tensor | None],
-    token_map: Tensor | None = None, vocab_start: int = 0, packed: bool = False
+    token_map: Tensor | None = None, vocab_start: int = 0, packed: bool = False, early: bool = False
 ) -> Launch:
     """Merges the partial lists and sums of every row into entries done to done + take of its results.
 
@@ -34,9 +35,10 @@ def merge_launch(
     constants = {
         "NUM_PARTS": num_parts, "DEPTH": depth, "K": logprobs.size(-1), "TAKE": take, "FIRST": done == 0,
         "PACKED": packed, "BLOCK_P": triton.next_power_of_2(num_parts),
-        "BLOCK_E": triton.next_power_of_2(num_parts * depth),
+        "BLOCK_E": triton.next_power_of_2(num_parts * depth), "EARLY": early,
     }
-    return Launch(merge_kernel, (rows,), args, constants, num_warps=4 if num_parts * depth <= 2048 else 8)
+    warps = 4 if num_parts * depth <= 2048 else 8
+    return Launch(merge_kernel, (rows,), args, constants, num_warps=warps, early=early)
 
 
 def suppress_arguments(suppress_ids: Tensor | None) -> tuple[Tensor | None, int]:
@@ -154,9 +156,10 @@ def pop(taken, values, orders, nothing, DEPTH: tl.constexpr):
 def merge_kernel(
     part_values, part_orders, part_max, part_sum, logprobs, token_ids, logsumexp, best_values, best_orders, token_map,
     vocab_start, done, NUM_PARTS: tl.constexpr, DEPTH: tl.constexpr, K: tl.constexpr, TAKE: tl.constexpr,
-    FIRST: tl.constexpr, PACKED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr
+    FIRST: tl.constexpr, PACKED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr, EARLY: tl.constexpr
 ):
     """A program a row: the sum of its parts' exponentials, then TAKE times the best candidate that is left."""
+    wait_for_others(EARLY)
     row = tl.program_id(0).to(tl.int64)
     entry = tl.arange(0, BLOCK_E)
     is_entry = entry < NUM_PARTS * DEPTH

@@ -84,7 +84,7 @@ def plan(
     parts = -(-chunks // chunks_a_part)
     programs = -(-parts // run)
     alone = chunks_a_part == run == 1  # a chunk has a program of its own
-    first_tiles = -(-keys // c.block_n) if alone and keys <= c.chunk_multiple else 0
+    one_tile = alone and keys <= c.block_n
     # One part, if the table holds no more, is the result; else each leaves its sums.
     partial = q.new_empty((heads, parts, head_dim), dtype=torch.float32) if parts > 1 else output
     stats = q.new_empty((heads, parts, 2), dtype=torch.float32) if parts > 1 else None
@@ -122,13 +122,13 @@ def plan(
         },
         {
             "HEAD_DIM": head_dim, "BLOCK_ROWS": c.block_rows, "BLOCK_GROUP": c.block_group, "BLOCK_N": c.block_n,
-            "MULTIPLE": c.chunk_multiple, "SLABS": c.slabs, "V_SLABS": c.v_slabs, "CHUNKS": chunks_a_part,
+            "SLABS": c.slabs, "V_SLABS": c.v_slabs, "CHUNKS": chunks_a_part,
             "RUNS": run > 1,
             "LOG2_PAGE": page_size.bit_length() - 1 if page_size & (page_size - 1) == 0 else -1,
             "SOFT_CAP": logits_soft_cap > 0,
             "STAGES": c.stages if alone and blocks * programs <= c.at_once else
                       c.fold_stages if chunks_a_part > 1 else c.run_stages,
-            "TILES": first_tiles, "LATE": alone and first_tiles == 0 and c.late, "EARLY": False, "PREFETCH": False,
+            "ONE_TILE": one_tile, "LATE": alone and not one_tile and c.late, "EARLY": False, "PREFETCH": False,
         },
         num_warps=c.num_warps,
     )
@@ -144,7 +144,7 @@ def plan(
             "num_qo_heads": num_qo_heads, "group": num_qo_heads // num_kv_heads,
         },
         {
-            "HEAD_DIM": head_dim, **tile, "MULTIPLE": c.chunk_multiple, "FOLD": c.fold, "CHUNKS": chunks_a_part,
+            "HEAD_DIM": head_dim, **tile, "MULTIPLE": c.block_n, "FOLD": c.fold, "CHUNKS": chunks_a_part,
             "EARLY": c.early,
         },
         num_warps=num_warps,
@@ -207,14 +207,14 @@ def count_chunks(bound: int, c: Config) -> int:
     m / chunk_weight, as they are at most m^2 / chunk_weight.
     """
     keys = most_keys_a_chunk(bound, c)
-    smaller = math.ceil((keys - c.chunk_multiple) / c.chunk_weight)
+    smaller = math.ceil((keys - c.block_n) / c.chunk_weight)
     return max(1, min(c.max_chunks, max(-(-bound // keys), smaller)))
 
 
 def most_keys_a_chunk(bound: int, c: Config) -> int:
     """The most keys that `chunk_size` of the kernels gives a chunk of up to `bound` keys."""
     keys = max(math.ceil(math.sqrt(bound * c.chunk_weight)), -(-bound // c.max_chunks), 1)
-    return -(-keys // c.chunk_multiple) * c.chunk_multiple
+    return -(-keys // c.block_n) * c.block_n
 
 
 @dataclass(frozen=True)
@@ -224,8 +224,7 @@ class Config:
     head_dim: int
     block_rows: int  # rows and query heads of a KV head in a tile; their product is 8 to 64
     block_group: int
-    block_n: int  # keys a tile
-    chunk_multiple: int  # of which the keys of a chunk are a multiple: one tile, or two that a program has room for
+    block_n: int  # keys a tile; a chunk has whole tiles
     slabs: int  # of half a key, one or more warps each; 16 elements at least
     v_slabs: int  # of half a value: 1, or one a warp
     max_chunks: int  # a power of two
@@ -244,9 +243,6 @@ class Config:
     # Whether a program may run several: some tiles would need more registers than there are.
     chunks_run: bool = True
     folds_run: bool = True
-
-    def __post_init__(self) -> None:
-        assert self.chunk_multiple % self.block_n == 0, "a chunk that ends within a tile"
 
 
 @lru_cache(maxsize=256)
@@ -296,7 +292,6 @@ def config(
         block_rows,
         block_group,
         block_n=tile.block_n,
-        chunk_multiple=tile.chunk_multiple or tile.block_n,
         slabs=tile.slabs,
         v_slabs=tile.v_slabs,
         max_chunks=max(8, _power_of_two(tile.max_chunks or min(128, max_chunks))),
@@ -312,7 +307,7 @@ def config(
         an_sm=tile.an_sm,
         folds_an_sm=tile.folds_an_sm or tile.an_sm,
         chunks_run=not (large and wide),
-        folds_run=tile.v_slabs == 1 and (dtype != torch.float32 or head_dim < 256),
+        folds_run=(tile.v_slabs == 1 or block_rows * block_group <= 8) and (dtype != torch.float32 or head_dim < 256),
     )
 
 
@@ -331,7 +326,6 @@ class _Tile:
     folds_an_sm: int = 0
     chunk_weight: float = 0.0
     max_chunks: int = 0
-    chunk_multiple: int = 0  # 0: block_n
     late: bool = False
     v_slabs: int = 1
 
@@ -350,20 +344,25 @@ def _plain_tile(head_dim: int, num_kv_heads: int, queries: int, roomy: bool) -> 
         head_dim 256, window 1024, 16 KV heads (31B): 8 x 8192 49.5 and 47.6
         8 KV heads (12B, 26B-A4B): 8 x 8192 35.0 and 27.6
 
-    Since then, tiles of 32 keys and of 16 in chunks of a multiple of 32: a step of E4B, 1 x 8192 72.5 and 73.4,
-    8 x 8192 156.0 and 154.8, 64 x 4096 475.4 and 466.9; of E2B 66.8 and 68.5, 120.8 and 119.0, 337.9 and 331.7. 31B's
-    full layer in chunks of a multiple of 16 and of 32: 8 x 1024 32.8 and 30.5, 64 x 4096 515 and 516. 12B's, V in one
-    slab (Hopper's wgmma, whose 16 columns 16 queries fill) and in 4: 1 x 65536 68.5 and 60.8, 8 x 8192 72.8 and 69.1.
+    Since then, 8 queries: tiles of 16 keys, V in one slab, against tiles of 32, V in slabs as K is. Alone, 8 x 1024,
+    8 x 8192, 64 x 4096: E2B 14.9, 45.3, 143 and 14.2, 44.6, 141; E4B 19.8, 74.7, 261 and 19.0, 73.7, 258; 31B 30.4,
+    136.7, 518 and 29.6, 132.8, 513. A step of E2B, 1 x 8192, 69.1 and 64.6; of E4B, 1 x 8192, 1 x 65536, 8 x 8192,
+    64 x 4096, 72.3, 128.5, 156.6, 473.2 and 70.4, 125.7, 154.8, 468.8; of 31B, 1 x 1024, 316.7 and, with two tiles on
+    the way, 310.3. A thread has fewer keys to find there (load_tile), and finding them is most of its instructions.
+
+    16 queries (12B), V in one slab (Hopper's wgmma, whose 16 columns 16 queries fill) and in 4: 1 x 65536 68.5 and
+    60.8, 8 x 8192 72.8 and 69.1. Of the latter, folds of 4 chunks half as long: 8 x 8192 55.0, but 64 x 4096 227
+    instead of 180, and 8 x 1024 22.9 instead of 20.0.
     """
     if head_dim == 512 and num_kv_heads <= 2 and queries <= 8:
-        tile = _Tile(16, 4, 7, fold_stages=5, run_stages=5, chunk_weight=0.5, chunk_multiple=32)
-        tile = tile if roomy else _Tile(32, 4, 3, chunk_weight=0.5)
+        tile = _Tile(32, 4, 3, chunk_weight=0.5, v_slabs=4)
         return tile if num_kv_heads == 2 else replace(tile, fold=4, max_chunks=256)
     if head_dim == 512:
         weight = min(2.0, max(1.0, num_kv_heads / 2))
-        tile = _Tile(16, 4, 7 if roomy else 5, fold_stages=5, run_stages=5, chunk_weight=weight)
         if queries <= 8:
-            return replace(tile, at_once=264, chunk_multiple=32, late=True)  # two programs an SM, or one
+            tile = _Tile(32, 4, 5 if roomy else 3, fold_stages=3, run_stages=3, chunk_weight=weight, v_slabs=4)
+            return replace(tile, at_once=132, late=True)
+        tile = _Tile(16, 4, 7 if roomy else 5, fold_stages=5, run_stages=5, chunk_weight=weight)
         return replace(tile, at_once=132, v_slabs=4 if queries == 16 else 1)
     if head_dim == 256 and num_kv_heads > 2:
         tile = _Tile(32, 1, 5, fold_stages=3, run_stages=3, an_sm=3, folds_an_sm=4, max_chunks=128 // num_kv_heads,

@@ -105,8 +105,14 @@ def plan(
     logits_soft_cap: float = 0.0,
     suppress_ids: Tensor | None = None,
     native_fp8: bool | None = None,
+    early: bool | None = None,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor]]:
-    """The launches and the results that they write; `native_fp8` None asks the device whether it converts fp8."""
+    """The launches and the results that they write.
+
+    native_fp8: whether the device converts fp8; early: whether what follows the first launch may start before those in
+    front of it have ended; None asks the device.
+    """
+    early = capability(normed.device) >= 90 if early is None else early
     rows, vocab = num_rows(normed), weight.size(0)
     depth = min(k, MAX_DEPTH)
     config = head_config(rows, depth, token_map is not None, normed.element_size(), weight.element_size())
@@ -138,12 +144,13 @@ def plan(
             "NUM_PARTS": parts["part_max"].size(1), "CAPPED": logits_soft_cap > 0, "WORDS": words, "DECODE": decode,
             "LANES": LANES, "HALVES": config.halves, "BLOCK_M": config.block_m, "BLOCK_K": config.block_k,
             "STAGES": config.num_stages, "AHEAD": weight_scale is not None and config.ahead, "PACKED": False,
-            "EARLY": False, "PREFETCH": False,
+            "EARLY": early and words, "PREFETCH": False,
         }
         grid = (triton.cdiv(rows, config.block_m), constants["NUM_PARTS"])
-        launches.append(Launch(stream_kernel, grid, args, constants, config.num_warps, config.num_stages))
+        launches.append(Launch(stream_kernel, grid, args, constants, config.num_warps, config.num_stages,
+                               early=early and words))
         launches.append(merge_launch(parts, results, min(depth, k - done), done=done, ranked=ranked,
-                                     token_map=token_map, vocab_start=vocab_start))
+                                     token_map=token_map, vocab_start=vocab_start, early=early))
     return launches, (results["logprobs"], results["token_ids"], results["logsumexp"])
 
 

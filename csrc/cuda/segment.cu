@@ -13,6 +13,8 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "device.h"
 #include "mail.h"
 #include "merge.h"
@@ -284,11 +286,36 @@ constexpr int bytes() {
   return static_cast<int>(sizeof(Shared<kRows>) + kQuads * Queue::kQuadBytes);
 }
 
+// What a block asks for: more than half of what an SM has, so that no SM gets two where others are still taken by the
+// kernel in front. Blocks of more rows have registers enough for that.
+template <int kRows>
+cudaError_t bytes_of_block(bool early, int& found) {
+  found = bytes<kRows>();
+  if (kRows > 1 || !early) {
+    return cudaSuccess;
+  }
+  int device = 0, each = 0, most = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  error = error ? error : cudaDeviceGetAttribute(&each, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  error = error ? error : cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  found = std::max(found, std::min(each / 2, most));
+  return error;
+}
+
 template <int kRows>
 cudaError_t launch(const Segment& s, int blocks, bool early, cudaStream_t stream) {
-  constexpr int kBytes = bytes<kRows>();
   const auto kernel = run_segment<kRows>;
-  if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)) {
+  int wanted = 0;
+  if (const cudaError_t error = bytes_of_block<kRows>(early, wanted)) {
+    return error;
+  }
+  if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, wanted)) {
+    return error;
+  }
+  // An SM divides its memory anew only when it is empty: with less than all of it shared, no program of the next
+  // attention would find room beside a block.
+  if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                                     cudaSharedmemCarveoutMaxShared)) {
     return error;
   }
   cudaLaunchAttribute attributes[2];
@@ -299,7 +326,7 @@ cudaError_t launch(const Segment& s, int blocks, bool early, cudaStream_t stream
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = kBytes;
+  config.dynamicSmemBytes = wanted;
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = early ? 2 : 1;

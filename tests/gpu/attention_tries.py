@@ -45,9 +45,9 @@ class Family:
         found = [present]
         for (block_n, slabs, warps, stages, *more), (weight, chunks, fold) in self.tries:
             c = replace(
-                present, block_n=block_n, chunk_multiple=max(block_n, present.chunk_multiple), slabs=slabs,
-                num_warps=warps, stages=stages, fold_stages=more[0] if more else stages,
-                run_stages=more[0] if more else stages, chunk_weight=weight, max_chunks=chunks, fold=fold,
+                present, block_n=block_n, slabs=slabs, v_slabs=min(slabs, present.v_slabs), num_warps=warps,
+                stages=stages, fold_stages=more[0] if more else stages, run_stages=more[0] if more else stages,
+                chunk_weight=weight, max_chunks=chunks, fold=fold,
             )
             if c not in found:
                 found.append(c)
