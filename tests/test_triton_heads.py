@@ -103,6 +103,22 @@ def test_fp8_words(arch: int, rows: int, k: int, dtype: torch.dtype) -> None:
             assert not compile_launch(launches[1], arch).serialized
 
 
+@pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if arch >= 90])
+@pytest.mark.parametrize("rows", [1, 32])
+def test_what_follows_the_first_launch_starts_early(arch: int, rows: int) -> None:
+    """They wait before they read what it wrote; the first waits for nothing, so it does not start early."""
+    vocab, hidden = DENSE[0]
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        scale = None if dtype == torch.bfloat16 else meta(vocab, dtype=torch.float32)
+        launches, _ = lm_head_topk.plan(meta(rows, hidden), meta(vocab, hidden, dtype=dtype), 1, weight_scale=scale,
+                                        native_fp8=True, early=True)
+        assert [launch.early for launch in launches] == [False, *[True] * (len(launches) - 1)]
+        for launch, ptx in zip(launches, check(iter(launches), arch), strict=True):
+            before, wait, _ = ptx.partition("griddepcontrol.wait")
+            assert bool(wait) == launch.early
+            assert not wait or ("ld.global" not in before and "cp.async" not in before and "st.global" not in before)
+
+
 @pytest.mark.parametrize("columns", [95, 96])
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_fp8_weights_without_words(columns: int, first: int) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
+from mtp_kernels.triton_ops import _launch
 from mtp_kernels.triton_ops._dense_round import split_linear
 from mtp_kernels.triton_ops._launch import Launch
 from triton_compile import ARCHITECTURES, SHARED_LIMIT, compile_launch
@@ -66,6 +69,49 @@ def test_weights_are_read_before_the_wait() -> None:
             before, _, after = compile_launch(launch, 90).ptx.partition("griddepcontrol.wait")
             assert before.count("st.shared") >= 8, launch.kernel.fn.__name__
             assert "mma.sync" not in before and "mma.sync" in after
+
+
+class Driver:
+    def __init__(self) -> None:
+        self.asked: list[tuple[int | None, int, int]] = []
+
+    def cuFuncSetAttribute(self, function: ctypes.c_void_p, attribute: int, value: int) -> int:
+        self.asked.append((function.value, attribute, value))
+        return 0
+
+
+class Compiled:
+    function = 42
+
+
+class Kernel:
+    """Of JITFunction, what a launch uses."""
+
+    def __init__(self) -> None:
+        self.compiled = Compiled()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Compiled]:
+        return lambda **_: self.compiled
+
+
+def test_kernels_of_a_round_ask_once_for_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that start early: a kernel of an op alone leaves the SMs as its caller has them."""
+    driver = Driver()
+    monkeypatch.setattr(_launch, "_driver", lambda: driver)
+    for early, in_round in ((False, False), (False, True), (True, False), (True, True), (True, True)):
+        Launch(Kernel(), (1,), {}, early=early, in_round=in_round).run()
+    assert driver.asked == [(42, 9, 100)] * 2
+    kernel = Kernel()
+    for _ in range(3):
+        Launch(kernel, (1,), {}, early=True, in_round=True).run()
+    assert driver.asked == [(42, 9, 100)] * 3
+
+
+@pytest.mark.parametrize("model", ["E4B", "31B"])
+@pytest.mark.parametrize("early", [False, True])
+def test_all_launches_of_a_round_know_it(model: str, early: bool) -> None:
+    for launch in launches(model, 1, 1024, early):
+        assert launch.early == early and launch.in_round, launch.kernel.fn.__name__
 
 
 @pytest.mark.parametrize("model", ["E2B", "E4B"])

@@ -35,7 +35,7 @@ def settle(
     args |= {"x_out": x_out, "norm": norm, "normed": normed, "eps": float(eps)}
     warps = max(1, min(8, constants["K"] // 128))
     constants |= {"BLOCK_M": 1, "EARLY": early}
-    return Launch(settle_dense, (x.shape[0],), args, constants, num_warps=warps, early=early)
+    return Launch(settle_dense, (x.shape[0],), args, constants, num_warps=warps, early=early, in_round=True)
 
 
 def linear(x: Tensor, weight: Tensor, output: Tensor, *, gated: bool = False, early: bool = False) -> Launch:
@@ -69,7 +69,7 @@ def _linear(
         "N": columns, "GATED": gated, "BLOCK_M": block_rows(x.size(0)), "BLOCK_N": block_n, "ROOM": room if asks else 0,
         "HOLD": hold and early, "EARLY": early,
     }
-    return Launch(linear_dense, grid, args, {**constants, **more}, num_warps=WARPS, early=early)
+    return Launch(linear_dense, grid, args, {**constants, **more}, num_warps=WARPS, early=early, in_round=True)
 
 
 def pre(
@@ -87,7 +87,7 @@ def pre(
         **tile, "N": columns, "BLOCK_M": block_rows(rows), "BLOCK_N": SPLIT_N, "HOLD": early, "EARLY": early
     }
     grid = (triton.cdiv(columns, SPLIT_N), 2 * splits)
-    return Launch(pre_dense, grid, args, constants, num_warps=WARPS, early=early), Pending(output)
+    return Launch(pre_dense, grid, args, constants, num_warps=WARPS, early=early, in_round=True), Pending(output)
 
 
 def _split(inner: int) -> tuple[int, dict[str, int]]:

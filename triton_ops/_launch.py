@@ -25,6 +25,7 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 1
     early: bool = False  # may start before the kernel in front of it has ended: it calls wait_for_others itself
+    in_round: bool = False  # a kernel of a round's, which shares SMs with those in front of it and behind it
 
     def run(self) -> None:
         """Launch, unless the grid is empty."""
@@ -33,12 +34,12 @@ class Launch:
             compiled = self.kernel[self.grid](
                 **self.args, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages, **options
             )
-            if self.early:
+            if self.early and self.in_round:
                 _share_memory(compiled)
 
     def with_early(self, early: bool) -> Launch:
-        """This launch, of a kernel that has the constant EARLY, starting early or not."""
-        return replace(self, constants={**self.constants, "EARLY": early}, early=early)
+        """This launch in a round, of a kernel that has the constant EARLY, starting early or not."""
+        return replace(self, constants={**self.constants, "EARLY": early}, early=early, in_round=True)
 
 
 CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT

@@ -67,7 +67,8 @@ def settle(
         return [], x, x_out
     args |= {"x_out": x_out, "eps": float(eps)}
     grid = (x.shape[0],)
-    launch = Launch(settle_round, grid, args, {**constants, "BLOCK_M": 1, "EARLY": early}, num_warps=1, early=early)
+    constants |= {"BLOCK_M": 1, "EARLY": early}
+    launch = Launch(settle_round, grid, args, constants, num_warps=1, early=early, in_round=True)
     return [launch], Pending(None, x_out), None
 
 
@@ -95,7 +96,7 @@ def pre(
         "BLOCK_N": block_n, "BLOCK_K": block_k, "EARLY": early,
     }
     grid = (_row_blocks(rows), hidden // block_n, 2 * splits)
-    return Launch(pre_round, grid, args, constants, num_warps=warps, early=early), Pending(output)
+    return Launch(pre_round, grid, args, constants, num_warps=warps, early=early, in_round=True), Pending(output)
 
 
 def source_arguments(
@@ -135,7 +136,7 @@ def norm_linear(
     }
     constants |= {"N": columns, "BLOCK_N": block_n, "OTHERS": others, "GROUP": GROUP, "EARLY": early}
     grid = (_row_blocks(x.shape[0]), (columns + others) // block_n)
-    return Launch(norm_linear_round, grid, args, constants, num_warps=warps, early=early)
+    return Launch(norm_linear_round, grid, args, constants, num_warps=warps, early=early, in_round=True)
 
 
 def geglu(
@@ -151,7 +152,7 @@ def geglu(
     }
     constants |= {"N": columns, "BLOCK_N": block_n, "EARLY": early}
     grid = (_row_blocks(x.shape[0]), columns // block_n)
-    return Launch(geglu_round, grid, args, constants, num_warps=warps, early=early)
+    return Launch(geglu_round, grid, args, constants, num_warps=warps, early=early, in_round=True)
 
 
 def linear(x: Tensor, weight: Tensor, *, early: bool = False) -> tuple[Launch, Pending]:
@@ -166,7 +167,7 @@ def linear(x: Tensor, weight: Tensor, *, early: bool = False) -> tuple[Launch, P
         "N": columns, "K": inner, "BLOCK_M": block_rows(rows), "BLOCK_N": block_n, "BLOCK_K": block_k, "EARLY": early
     }
     grid = (_row_blocks(rows), columns // block_n, inner // block_k)
-    return Launch(linear_round, grid, args, constants, num_warps=warps, early=early), Pending(output)
+    return Launch(linear_round, grid, args, constants, num_warps=warps, early=early, in_round=True), Pending(output)
 
 
 def finish(
@@ -185,7 +186,7 @@ def finish(
         "STEPS": steps, "NODES": draft_ids.size(1), "PARTS": num_parts,
         "BLOCK_P": triton.next_power_of_2(num_parts), "EARLY": early,
     }
-    return Launch(finish_round, (rows,), args, constants, num_warps=1, early=early)
+    return Launch(finish_round, (rows,), args, constants, num_warps=1, early=early, in_round=True)
 
 
 def block_rows(rows: int) -> int:
