@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,15 +23,6 @@ CPU = torch.device("cpu")
 BANDWIDTH = 1e9
 SETTING = Setting(CPU, cache_bytes=1 << 12, peers=Peers(()), compile_ops=False, compile_steps=False, samples=2)
 GENERATE = Case("generate", "generate", "pair", dtype="fp32", kv_dtype="fp32", mode="eager")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These sizes gain nothing from a second one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def op_case(op: str, **sizes: Any) -> Case:

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from bench_cases import (  # noqa: F401 - two fixtures
+from bench_cases import (  # noqa: F401 - a fixture
     BANDWIDTH,
     CPU,
     GENERATE,
     SETTING,
     OnePeer,
     one_kernel,
-    one_thread,
     op_case,
     ours,
     step_case,
@@ -33,6 +32,8 @@ from mtp_kernels.bench.runner import _weights, run_case
 from mtp_kernels.bench.timing import Times
 
 from mtp_kernels.ops import OPS
+
+pytestmark = pytest.mark.usefixtures("one_thread")  # these sizes gain nothing from a second one
 
 
 def test_every_op_has_what_the_benchmark_asks_of_it() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from torch import Tensor
 from mtp_kernels.draft import DraftTree
 from mtp_kernels.heads import reorder_lm_head
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # these sizes gain nothing from a second one
 CPU = torch.device("cpu")
 EXACT = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64)
 NAIVE = EXACT.float() + torch.tensor([[0.0, 0.01], [0.0, 0.0]])
@@ -224,15 +224,6 @@ def test_with_every_centroid_active_all_tokens_are_candidates() -> None:
     oracle = centroid(active=4)
     assert oracle.check_candidates(HEAD[:, 1].unsqueeze(0), torch.arange(8).unsqueeze(0)).ok
     assert oracle.check(torch.tensor([[2, 5]])).ok and not oracle.check(torch.tensor([[2, 3]])).ok
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These sizes gain nothing from a second one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 SETTING = Setting(CPU, 1 << 16, Peers(()), False, False, 1, 0.0)

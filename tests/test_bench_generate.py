@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from bench_cases import BANDWIDTH, GENERATE, SETTING, one_kernel, one_thread, ours  # noqa: F401 - fixtures
+from bench_cases import BANDWIDTH, GENERATE, SETTING, one_kernel, ours  # noqa: F401 - a fixture
 from mtp_kernels.bench import run_generate
 from mtp_kernels.bench.runner import run_case
+
+pytestmark = pytest.mark.usefixtures("one_thread")  # these sizes gain nothing from a second one
 
 
 @pytest.fixture

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from bench_cases import (  # noqa: F401 - two fixtures
+from bench_cases import (  # noqa: F401 - a fixture
     BANDWIDTH,
     CPU,
     SETTING,
     OnePeer,
     one_kernel,
-    one_thread,
     op_case,
     ours,
     step_case,
@@ -30,6 +29,8 @@ from torch import Tensor
 from mtp_kernels import _native, captured
 from mtp_kernels.ops import OPS
 from mtp_kernels.ops._registry import Kernel
+
+pytestmark = pytest.mark.usefixtures("one_thread")  # these sizes gain nothing from a second one
 
 
 def off_by(size: Callable[[], float]) -> Callable[[Any], Any]:

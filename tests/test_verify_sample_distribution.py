@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,15 +15,6 @@ from tree_cases import interpreted, links_of, on, places, probabilities
 OP = "verify_sample"
 reference_module = importlib.import_module("mtp_kernels.reference.verify_sample")
 Verify = Callable[..., tuple[Tensor, Tensor, Tensor]]
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Two threads on busy cores wait for each other at every one of many short operations."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # The output's distribution. Every completed output of two tokens has an exact probability under the target.

@@ -59,9 +59,7 @@ def compile_launch(launch: Any, arch: int) -> Compiled:
     if launch.early:
         options["launch_pdl"] = True
     built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    text = _ptxas(built.asm["ptx"], arch)
-    registers = int(re.search(r"Used (\d+) registers", text)[1])  # type: ignore[index]
-    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", text))
+    registers, spills, text = resources(built.asm["ptx"], arch)
     serialized = "wgmma.mma_async instructions are serialized" in text
     return Compiled(built.asm["ptx"], built.asm["ttgir"], built.metadata.shared, registers, spills, serialized)
 
@@ -70,8 +68,8 @@ def _unspecialised(kernel: Any, name: str) -> bool:
     return any(p.name == name and p.do_not_specialize for p in kernel.params)
 
 
-def _ptxas(ptx: str, arch: int) -> str:
-    """What `ptxas -v` says of this PTX, from the ptxas of Triton's package."""
+def resources(ptx: str, arch: int) -> tuple[int, int, str]:
+    """Registers, bytes of spill stores, and all that `ptxas -v` of Triton's package says of this PTX."""
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     target = re.search(r"\.target (sm_\w+)", ptx)[1]  # type: ignore[index]
     tool = folder / ("ptxas-blackwell" if arch >= 100 else "ptxas")
@@ -79,5 +77,6 @@ def _ptxas(ptx: str, arch: int) -> str:
         source = Path(where) / "kernel.ptx"
         source.write_text(ptx)
         command = [str(tool), "-v", f"-arch={target}", str(source), "-o", str(Path(where) / "kernel.cubin")]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return done.stderr
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = int(re.search(r"Used (\d+) registers", text)[1])  # type: ignore[index]
+    return registers, sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", text)), text

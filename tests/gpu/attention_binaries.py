@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 from attention_tries import Family, Shape, make_inputs, plan, tries_of
+from triton_compile import resources
 
 
 def key_of(launch: Any) -> str:
@@ -47,23 +44,10 @@ def compile_one(family: Family, shape: Shape, c: Any, spread: tuple[int, int], i
             num_stages=launch.num_stages, launch_pdl=True,
         )
         found = {"shared": built.metadata.shared, "seconds": time.monotonic() - start, "error": ""}
-        found["registers"], found["spills"] = resources(built.asm["ptx"])
+        found["registers"], found["spills"], _ = resources(built.asm["ptx"], 90)
         return found
     except Exception as error:
         return {"error": f"{type(error).__name__}: {str(error)[:300]}", "seconds": time.monotonic() - start}
-
-
-def resources(ptx: str) -> tuple[int, int]:
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    with tempfile.TemporaryDirectory() as where:
-        source = Path(where) / "kernel.ptx"
-        source.write_text(ptx)
-        command = [str(tool), "-v", "-arch=sm_90a", str(source), "-o", str(Path(where) / "kernel.cubin")]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers = int(re.search(r"Used (\d+) registers", text)[1])  # type: ignore[index]
-    return registers, sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", text))
 
 
 def start_compiling(pool: Any, families: list[Family]) -> dict[str, Any]:

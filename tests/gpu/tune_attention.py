@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 START = time.monotonic()
-sys.path.insert(0, str(Path(__file__).parent))  # which PYTHONSAFEPATH leaves out
+sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:2]]  # which PYTHONSAFEPATH leaves out
 
 import torch  # noqa: E402
 from attention_binaries import key_of, start_compiling  # noqa: E402
