@@ -255,7 +255,7 @@ def config(
     kv_dtype: torch.dtype,
     capability: int,
 ) -> Config:
-    """Tiles that fit: at head_dim 512 in 16 bits 72 to 90 KB and up to 252 registers, so that two programs share an SM
+    """Tiles that fit: at head_dim 512 in 16 bits 72 to 90 KB and up to 255 registers, so that two programs share an SM
     of Hopper; but up to 140 KB where there are no more programs than SMs.
 
     A part writes 4 bytes an element of each of its queries and reads 4 an element of each key: the more queries, the

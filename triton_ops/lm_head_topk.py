@@ -131,6 +131,7 @@ def plan(
         weight = weight.view(torch.int16)
     elif decode:
         weight = weight.view(torch.uint8)
+    waits = early and words  # the stream has a launch in front of it
     for done in range(0, k, depth):
         args: dict[str, Any] = {
             "normed": x, **row_arguments("normed", x), "normed_scale": x_scale, "weight": weight,
@@ -144,11 +145,11 @@ def plan(
             "NUM_PARTS": parts["part_max"].size(1), "CAPPED": logits_soft_cap > 0, "WORDS": words, "DECODE": decode,
             "LANES": LANES, "HALVES": config.halves, "BLOCK_M": config.block_m, "BLOCK_K": config.block_k,
             "STAGES": config.num_stages, "AHEAD": weight_scale is not None and config.ahead, "PACKED": False,
-            "EARLY": early and words, "PREFETCH": False,
+            "EARLY": waits, "PREFETCH": False,
         }
         grid = (triton.cdiv(rows, config.block_m), constants["NUM_PARTS"])
         launches.append(Launch(stream_kernel, grid, args, constants, config.num_warps, config.num_stages,
-                               early=early and words))
+                               early=waits))
         launches.append(merge_launch(parts, results, min(depth, k - done), done=done, ranked=ranked,
                                      token_map=token_map, vocab_start=vocab_start, early=early))
     return launches, (results["logprobs"], results["token_ids"], results["logsumexp"])

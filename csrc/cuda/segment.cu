@@ -286,19 +286,18 @@ constexpr int bytes() {
   return static_cast<int>(sizeof(Shared<kRows>) + kQuads * Queue::kQuadBytes);
 }
 
-// What a block asks for: more than half of what an SM has, so that no SM gets two where others are still taken by the
-// kernel in front. Blocks of more rows have registers enough for that.
+// What a block asks for: of one row half of what an SM has, and each block takes 1 KB more, so that no SM gets two
+// where others are still taken by the kernel in front. A block of more rows has too many registers for a second one.
 template <int kRows>
 cudaError_t bytes_of_block(bool early, int& found) {
   found = bytes<kRows>();
   if (kRows > 1 || !early) {
     return cudaSuccess;
   }
-  int device = 0, each = 0, most = 0;
+  int device = 0, each = 0;
   cudaError_t error = cudaGetDevice(&device);
   error = error ? error : cudaDeviceGetAttribute(&each, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-  error = error ? error : cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  found = std::max(found, std::min(each / 2, most));
+  found = std::max(found, each / 2);
   return error;
 }
 
