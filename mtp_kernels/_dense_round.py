@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ._cuda_launch import CudaLaunch
 from .triton_ops import _dense_round, lm_head_topk
 from .triton_ops._dense_round import MOST_HIDDEN
 from .triton_ops._launch import Launch
@@ -23,7 +24,7 @@ __all__ = ["MOST_HIDDEN", "MOST_ROWS", "overlap", "step"]
 # of the head. Microseconds of a 31B step on an H200, ops and these, each pair in one run: batch 1, 2 and 4 (1024 keys)
 # 354 and 333, 371 and 346, 436 and 408; batch 8 (8192) 594 and 578; batch 64 (4096), with another tile, 1748 and 2394.
 MOST_ROWS = 8
-Emit = Callable[[Launch], None]
+Emit = Callable[[Launch | CudaLaunch], None]
 Attend = Callable[[LayerWeights, Tensor], Tensor]  # launches the attention of a layer's queries
 PARTS = ("part_values", "part_orders", "part_max", "part_sum")
 
@@ -80,15 +81,15 @@ def _head(normed: Tensor, weight: Tensor, depth: int, early: bool, emit: Emit) -
     return {name: stream.args[name] for name in PARTS}
 
 
-def overlap(launch: Launch, early: bool, *read: Tensor) -> Launch:
+def overlap(launch: Launch | CudaLaunch, early: bool, *read: Tensor) -> Launch | CudaLaunch:
     """A launch of an op's kernel that starts early and asks for what it reads first.
 
     Not an attention whose programs fold their chunks: there are more than an SM has room for, so that few would start
     early, and they have no registers left. Nor one that loads its first keys before it waits.
     """
     launch = launch.with_early(early)
-    constants = launch.constants
-    if "PREFETCH" not in constants:
+    if isinstance(launch, CudaLaunch) or "PREFETCH" not in launch.constants:
         return launch
+    constants = launch.constants
     loads = constants.get("CHUNKS", 1) == 1 and not constants.get("ONE_TILE") and not constants.get("LATE")
     return replace(launch, constants={**constants, "PREFETCH": early and loads and can_prefetch(*read)})

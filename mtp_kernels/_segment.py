@@ -6,14 +6,14 @@ projection, or the projections of the head. Its blocks hand each other their res
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import _native
+from ._cuda_launch import CudaLaunch
 from .kv_view import KVView
 from .triton_ops._launch import Launch, capability, count_sms
 from .weights import AssistantWeights, LayerWeights
@@ -27,17 +27,6 @@ LEAST_SMS = 64  # then there are blocks enough for every row's norm
 BUILT_FOR = (8, 9, 10, 12)  # major compute capabilities
 SPLIT_DEPTH = 1024  # depth of the products that the warps of a block share is a multiple of this
 SHARED_LIMIT = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}  # KB a block, by capability * 10; 99 elsewhere
-
-
-@dataclass(frozen=True)
-class CudaLaunch:
-    """A launch of mtp_cuda::<op> as data, with `run()` as a Launch has it."""
-
-    op: str
-    args: dict[str, Any]
-
-    def run(self) -> None:
-        _native.cuda_op(self.op)(**self.args)
 
 
 def refuses(weights: AssistantWeights, kv: Mapping[str, KVView], rows: int) -> str:
@@ -116,11 +105,12 @@ def new_workspace(weights: AssistantWeights, rows: int) -> Tensor:
 
 
 def segment(
-    attention: list[Launch], attended: Tensor, kv: KVView, layer: LayerWeights, eps: float, residual: Tensor,
-    next_norm: Tensor, next_weight: Tensor, output: Tensor, workspace: Tensor, *, x_out: Tensor | None = None,
+    attention: Sequence[Launch | CudaLaunch], attended: Tensor, kv: KVView, layer: LayerWeights, eps: float,
+    residual: Tensor, next_norm: Tensor, next_weight: Tensor, output: Tensor, workspace: Tensor, *,
+    x_out: Tensor | None = None,
     normed: Tensor | None = None, centroids: Tensor | None = None, scores: Tensor | None = None,
     group_max: Tensor | None = None, early: bool = False
-) -> tuple[list[Launch], CudaLaunch]:
+) -> tuple[Sequence[Launch | CudaLaunch], CudaLaunch]:
     """The launches of `attention` (draft_attention.plan) that are still needed, and what takes the place of the others.
 
     residual [rows, hidden] is x before the attention. output [rows, columns] gets rmsnorm(x) * next_norm @
@@ -132,9 +122,9 @@ def segment(
         "max_chunks": 1, "chunk_multiple": 1, "fold": 1, "chunks_a_part": 1, "num_kv_heads": 1,
     }
     if len(attention) == 2:
-        main, last = attention
+        *attention, last = attention
+        assert isinstance(last, Launch)
         given, scale = last.args, last.args["v_scale_ptr"]
-        attention = [main]
         chunks = {
             "partial": given["partial_ptr"], "stats": given["stats_ptr"],
             "v_scale": None if scale is None else scale.reshape(-1),

@@ -9,7 +9,7 @@ Triton, so import this only where that is wanted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,18 +17,20 @@ import torch
 from torch import Tensor
 
 from . import _dense_round, _segment, _triton
+from ._attention import plan as plan_attention
+from ._cuda_launch import CudaLaunch
 from .draft import DraftTree, num_candidates
 from .kv_view import KVView
 from .ops.centroid_topk import serves as serves_head
 from .ops.draft_attention import triton_serves
 from .ops.lm_head_topk import serves as serves_dense_head
-from .triton_ops import _round, draft_attention
+from .triton_ops import _round
 from .triton_ops._centroids import candidate_launch, pieces, rank_launch
 from .triton_ops._launch import Launch, capability, count_sms
 from .triton_ops._topk import merge_launch, new_parts, new_results
 from .weights import AssistantWeights, LayerWeights
 
-Emit = Callable[["Launch | _segment.CudaLaunch"], None]  # what becomes of a launch: run, or collected to be compiled
+Emit = Callable[["Launch | CudaLaunch"], None]  # what becomes of a launch: run, or collected to be compiled
 ops = torch.ops.mtp
 
 
@@ -42,7 +44,7 @@ class Chain(NamedTuple):
     states: list[Tensor]  # [batch, backbone] after each step
 
 
-def _run(launch: Launch | _segment.CudaLaunch) -> None:
+def _run(launch: Launch | CudaLaunch) -> None:
     launch.run()
 
 
@@ -288,9 +290,9 @@ def _queries(
     return residual, q
 
 
-def _attention(drafter: Drafter, layer: LayerWeights, q: Tensor) -> tuple[list[Launch], Tensor]:
+def _attention(drafter: Drafter, layer: LayerWeights, q: Tensor) -> tuple[Sequence[Launch | CudaLaunch], Tensor]:
     kv = drafter.kv[layer.layer_type]
-    return draft_attention.plan(
+    return plan_attention(
         q, kv.k_cache, kv.v_cache, kv.block_table, kv.seq_lens, layer.sm_scale, max_seq_len=kv.max_seq_len,
         window_left=kv.window_left, k_scale=kv.k_scale, v_scale=kv.v_scale, q_norm_weight=layer.q_norm,
         q_norm_eps=drafter.weights.norm_eps, rope_inv_freq=layer.rope_inv_freq, positions=drafter.positions,

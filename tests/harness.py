@@ -26,9 +26,10 @@ def implementations(op: str) -> list[str]:
 def available(op: str, device: str) -> list[str]:
     """The implementations of `op` that can be had on `device`, the reference first.
 
-    Tests parametrised over `implementation` and `device` run for these pairs only (conftest.py drops the others).
+    Tests parametrised over `implementation` and `device` run for these pairs only (conftest.py drops the others). Not
+    CUDA's: it serves few shapes, none of theirs, and has tests of its own (gpu/test_attend.py, gpu/test_small.py).
     """
-    kernels = OPS[op].kernels
+    kernels = [k for k in OPS[op].kernels if k.implementation != "cuda"]
     return ["reference", *(k.implementation for k in kernels if device in k.devices and callable(OPS[op].kernel(k)))]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,17 +89,7 @@ def plan(
     # One part, if the table holds no more, is the result; else each leaves its sums.
     partial = q.new_empty((heads, parts, head_dim), dtype=torch.float32) if parts > 1 else output
     stats = q.new_empty((heads, parts, 2), dtype=torch.float32) if parts > 1 else None
-    table = {
-        "table_ptr": block_table,
-        "seq_lens_ptr": seq_lens,
-        "kv_indptr_ptr": kv_indptr,
-        "table_stride": block_table.stride(0) if kv_indptr is None else 0,
-        "table_size": block_table.size(-1),
-        "page_size": page_size,
-        "bound": bound,
-        "max_chunks": c.max_chunks,
-        "chunk_weight": c.chunk_weight,
-    }
+    table = table_arguments(k_cache, block_table, seq_lens, kv_indptr, bound, c)
     main = Launch(
         attend,
         (blocks, programs),
@@ -134,8 +125,35 @@ def plan(
     )
     if stats is None:
         return [main], output
+    last = merge_launch(partial, stats, output, num_kv_heads, v_scale, table, c, chunks_a_part)
+    return [main, last], output
+
+
+def table_arguments(
+    k_cache: Tensor, block_table: Tensor, seq_lens: Tensor, kv_indptr: Tensor | None, bound: int, c: Config
+) -> dict[str, Any]:
+    """What kernels are told of a page table whose queries see at most `bound` keys, and of the chunks."""
+    return {
+        "table_ptr": block_table,
+        "seq_lens_ptr": seq_lens,
+        "kv_indptr_ptr": kv_indptr,
+        "table_stride": block_table.stride(0) if kv_indptr is None else 0,
+        "table_size": block_table.size(-1),
+        "page_size": k_cache.size(1),
+        "bound": bound,
+        "max_chunks": c.max_chunks,
+        "chunk_weight": c.chunk_weight,
+    }
+
+
+def merge_launch(
+    partial: Tensor, stats: Tensor, output: Tensor, num_kv_heads: int, v_scale: Tensor | None, table: dict[str, Any],
+    c: Config, chunks_a_part: int
+) -> Launch:
+    """The merge of `partial` [batch * rows * num_qo_heads, parts, head_dim] into `output`."""
+    (heads, parts, head_dim), (rows, num_qo_heads) = partial.shape, output.shape[1:3]
     tile, num_warps = _merge_tile(heads, head_dim, parts, c.fold // chunks_a_part)
-    last = Launch(
+    return Launch(
         merge,
         (heads, head_dim // int(tile["BLOCK_D"])),
         {
@@ -150,7 +168,6 @@ def plan(
         num_warps=num_warps,
         early=c.early,
     )
-    return [main, last], output
 
 
 def _merge_tile(heads: int, head_dim: int, parts: int, parts_a_fold: int) -> tuple[dict[str, int | bool], int]:

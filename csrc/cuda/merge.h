@@ -1,6 +1,7 @@
 // The chunks of draft_attention, merged: the place of its second kernel (triton_ops/_attention_merge.py).
 #pragma once
 
+#include "chunks.h"
 #include "mail.h"
 #include "queue.h"
 #include "segment.h"
@@ -29,13 +30,10 @@ __device__ __forceinline__ int64_t length_of(const Attention& a, int row) {
                              : static_cast<const int32_t*>(a.seq_lens)[request];
 }
 
-// The chunks that a request's visible keys are cut into, as `chunk_size` in triton_ops/_attention_kernels.py cuts them.
+// The chunks that a request's visible keys are cut into.
 __device__ __forceinline__ int count_chunks(const Attention& a, int64_t length) {
   const int visible = static_cast<int>(min(min(max(length, int64_t{0}), a.capacity), a.bound));
-  int keys = static_cast<int>(ceilf(__fsqrt_rn(__fmul_rn(static_cast<float>(visible), a.chunk_weight))));
-  keys = max(max(keys, (visible + (1 << a.log2_max_chunks) - 1) >> a.log2_max_chunks), 1);
-  keys = (keys + a.chunk_multiple - 1) & -a.chunk_multiple;
-  const int chunks = static_cast<int>(static_cast<unsigned>(visible + keys - 1) / static_cast<unsigned>(keys));
+  const int chunks = how_many(visible, keys_of_chunk(visible, a.chunk_weight, a.log2_max_chunks, a.chunk_multiple));
   return min(chunks, a.parts * a.chunks_a_part);  // as many as there are, whatever the lengths say
 }
 

@@ -13,6 +13,7 @@ the first kernel of the op's table that serves the arguments.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -111,6 +112,21 @@ def register(
 def cpp_kernel(name: str, serves: Callable[..., str] | None = None) -> Kernel:
     """The C++ kernel `mtp_cpu::<name>` of the CPU library; its schema is the public op's."""
     return Kernel("cpu", ("cpu",), lambda: _native.cpu_op(name), serves or (lambda *args, **kwargs: ""))
+
+
+def cuda_kernel(name: str, module: str) -> Kernel:
+    """The CUDA library's kernel of an op, launched by mtp_kernels/<module>.py, where `refuses` says what it serves."""
+
+    def load() -> Callable[..., Any]:
+        if why := _native.cuda_library():
+            raise ImportError(why)
+        _triton.triton_op(name)  # launches of its own follow
+        return getattr(importlib.import_module(f"..{module}", __package__), name)
+
+    def refuses(*args: Any, **kwargs: Any) -> str:
+        return importlib.import_module(f"..{module}", __package__).refuses(*args, **kwargs)
+
+    return Kernel("cuda", ("cuda",), load, refuses)
 
 
 def triton_kernel(name: str, serves: Callable[..., str] | None = None) -> Kernel:

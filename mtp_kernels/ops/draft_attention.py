@@ -28,7 +28,7 @@ from ._checks import (
 )
 from ._contents import check_contents_finite
 from ._paged_kv import check_caches, check_table, check_table_contents, check_visible_finite
-from ._registry import Spec, cpp_kernel, register, triton_kernel
+from ._registry import Spec, cpp_kernel, cuda_kernel, register, triton_kernel
 
 NAME = "draft_attention"
 SCHEMA = (
@@ -250,5 +250,5 @@ register(
     reference=reference,
     contents=contents,
     supports=supports,
-    kernels=(triton_kernel(NAME, triton_serves), cpp_kernel(NAME)),
+    kernels=(cuda_kernel(NAME, "_attention"), triton_kernel(NAME, triton_serves), cpp_kernel(NAME)),
 )

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from attend_cases import absent, made
 from attention_cases import GARBAGE, LAYOUTS, move, naive, options
 from attention_cases import problem as attention_problem
 from harness import call, check_numerics, forced, random_tensor
@@ -21,7 +22,7 @@ from mtp_kernels.bench.run_ops import OpProblem, as_tuple
 from test_captured import seeds, views
 from test_fused import weights_of
 
-from mtp_kernels import quantize_lm_head
+from mtp_kernels import _attention, quantize_lm_head
 from mtp_kernels.captured import launch_round
 from mtp_kernels.kv_view import KVView
 from mtp_kernels.ops import OPS
@@ -48,9 +49,11 @@ def cases() -> list[Case]:
     return found
 
 
-def there_and_back(op: str, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+def there_and_back(
+    op: str, *args: Any, implementation: str = IMPLEMENTATION, **kwargs: Any
+) -> tuple[torch.Tensor, ...]:
     """The op's results on the CPU, computed on the device."""
-    with forced(IMPLEMENTATION):
+    with forced(implementation):
         made = call(op, *(move(a, DEVICE) for a in args), **{name: move(v, DEVICE) for name, v in kwargs.items()})
     return tuple(r.cpu() for r in as_tuple(made))
 
@@ -75,6 +78,22 @@ def test_attention_with_garbage_behind(layout: str, fp8: bool, flat: bool) -> No
         **{name: move(value, DEVICE) for name, value in extra.items()},
     )  # there: a copy of a view would lose its strides
     (got,) = there_and_back("draft_attention", *args, **kwargs)
+    args, kwargs = move(args, "cpu"), {name: move(value, "cpu") for name, value in kwargs.items()}
+    check_numerics(got, naive(got.dtype, *args, **kwargs), naive(torch.float64, *args, **kwargs), atol=1e-6)
+
+
+@pytest.mark.skipif(bool(absent()), reason=absent() or "runs")
+@pytest.mark.parametrize("heads", [(1, 4, 2), (2, 4, 2), (1, 16, 1), (3, 3, 1)], ids=str)
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("each", ["chunks", "folds"])
+def test_attention_of_heads_of_512(
+    heads: tuple[int, int, int], flat: bool, each: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [43, 0, 70, 7]
+    args, kwargs = made(heads, lengths, page_size=5, window_left=60, flat=flat)
+    fold = _attention.config(*heads, 90).fold
+    monkeypatch.setattr(_attention, "spread", lambda *_: 1 if each == "chunks" else fold)
+    (got,) = there_and_back("draft_attention", *args, implementation="cuda", **kwargs)
     args, kwargs = move(args, "cpu"), {name: move(value, "cpu") for name, value in kwargs.items()}
     check_numerics(got, naive(got.dtype, *args, **kwargs), naive(torch.float64, *args, **kwargs), atol=1e-6)
 

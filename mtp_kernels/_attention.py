@@ -1,0 +1,163 @@
+"""draft_attention by CUDA's kernel for heads of 512 elements (csrc/cuda/attend.cu) where that serves, else by Triton's.
+
+Its blocks live as long as the launch and share what there is to read; Triton's merge follows it, or a segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _native
+from ._cuda_launch import CudaLaunch
+from .triton_ops import draft_attention as triton_attention
+from .triton_ops._launch import Launch, count_sms
+from .triton_ops._launch import capability as capability_of
+
+HEAD_DIM = 512
+KEYS = 32  # of a tile; a chunk has whole tiles
+# Rows times query heads of a KV head: so many at most, or between these. Of 8 (26B-A4B, 31B) the kernel was no faster
+# than Triton's: microseconds on an H200, 8 x 8192 and 64 x 4096, of 31B 131.4 and 529, Triton 132.7 and 507; a step of
+# 31B, batch 1 and 1024 keys, 306.0 and 304.9, of 26B-A4B 267.4 and 265.0.
+FEW_QUERIES, LEAST_QUERIES, MOST_QUERIES = 4, 9, 16
+SERVED = (90, 100, 103)  # compute capabilities * 10, with 227 KB of shared memory a block
+MOST_PLACES = 2**32  # of 8 elements in a cache
+
+
+def refuses(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    sm_scale: float,
+    *,
+    logits_soft_cap: float = 0.0,
+    q_norm_weight: Tensor | None = None,
+    capability: int | None = None,
+    **unused: Any,
+) -> str:
+    """Why CUDA's kernel does not serve these arguments, or "": by sizes, strides, dtypes and the device alone."""
+    found = capability_of(q.device) if capability is None else capability
+    queries = q.size(1) * (q.size(2) // k_cache.size(2))
+    if q.size(3) != HEAD_DIM:
+        return f"head_dim {q.size(3)} is not {HEAD_DIM}"
+    if any(t.dtype != torch.bfloat16 for t in (q, k_cache, v_cache)):
+        return "q and caches are not bf16"
+    if not (queries <= FEW_QUERIES or LEAST_QUERIES <= queries <= MOST_QUERIES):
+        return f"{queries} queries of a KV head are not 1 to {FEW_QUERIES} or {LEAST_QUERIES} to {MOST_QUERIES}"
+    if logits_soft_cap > 0:
+        return "logits_soft_cap"
+    if q_norm_weight is not None and q_norm_weight.dtype != torch.bfloat16:
+        return f"q_norm_weight of {q_norm_weight.dtype}"
+    if k_cache.stride()[:2] != v_cache.stride()[:2]:
+        return "caches with other strides each"
+    if any(n % 8 for t in (q, k_cache, v_cache) for n in t.stride()[:3]):
+        return "heads that are not multiples of 16 bytes apart"
+    if sum((n - 1) * stride for n, stride in zip(k_cache.shape[:2], k_cache.stride())) // 8 >= MOST_PLACES:
+        return "a cache of 64 GB or more"
+    return "" if found in SERVED else f"compute capability {found / 10}"
+
+
+def draft_attention(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The op, where `refuses` says nothing."""
+    launches, output = plan(q, *args, capability=capability_of(q.device), sms=count_sms(q.device), **kwargs)
+    for launch in launches:
+        launch.run()
+    return output
+
+
+def plan(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    sm_scale: float,
+    *,
+    kv_indptr: Tensor | None = None,
+    max_seq_len: int = -1,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    q_norm_weight: Tensor | None = None,
+    q_norm_eps: float = 1e-6,
+    rope_inv_freq: Tensor | None = None,
+    positions: Tensor | None = None,
+    capability: int = 90,
+    sms: int = 132,
+) -> tuple[Sequence[Launch | CudaLaunch], Tensor]:
+    """As draft_attention.plan of Triton: the launches and the result that they write."""
+    bound = triton_attention.most_keys(k_cache, block_table, max_seq_len, window_left)
+    aligned = all(t is None or t.data_ptr() % 16 == 0 for t in (q, k_cache, v_cache, q_norm_weight))
+    why = refuses(
+        q, k_cache, v_cache, block_table, seq_lens, sm_scale, logits_soft_cap=logits_soft_cap,
+        q_norm_weight=q_norm_weight, capability=capability,
+    )
+    if why or not aligned or bound == 0 or q.numel() == 0 or _native.cuda_library():
+        return triton_attention.plan(
+            q, k_cache, v_cache, block_table, seq_lens, sm_scale, kv_indptr=kv_indptr, max_seq_len=max_seq_len,
+            window_left=window_left, logits_soft_cap=logits_soft_cap, k_scale=k_scale, v_scale=v_scale,
+            q_norm_weight=q_norm_weight, q_norm_eps=q_norm_eps, rope_inv_freq=rope_inv_freq, positions=positions,
+            capability=capability, sms=sms,
+        )
+    batch, rows, num_qo_heads, head_dim = q.shape
+    num_kv_heads = k_cache.size(2)
+    queries = rows * (num_qo_heads // num_kv_heads)
+    c = config(rows, num_qo_heads, num_kv_heads, capability)
+    chunks, keys = triton_attention.count_chunks(bound, c), triton_attention.most_keys_a_chunk(bound, c)
+    chunks_a_part = spread(batch * num_kv_heads, chunks, keys, queries, sms, c.fold)
+    parts = -(-chunks // chunks_a_part)
+    output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    heads = batch * rows * num_qo_heads
+    partial = q.new_empty((heads, parts, head_dim), dtype=torch.float32)
+    stats = q.new_empty((heads, parts, 2), dtype=torch.float32)
+    groups = max(1, sms * c.an_sm // num_kv_heads)  # of blocks, one a KV head
+    main = CudaLaunch("attend", {
+        "q": q, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table, "seq_lens": seq_lens,
+        "kv_indptr": kv_indptr, "k_scale": None if k_scale is None else k_scale.reshape(-1), "norm": q_norm_weight,
+        "freq": rope_inv_freq, "positions": positions, "partial": partial, "stats": stats, "sm_scale": float(sm_scale),
+        "eps": float(q_norm_eps), "bound": bound, "chunk_weight": c.chunk_weight, "max_chunks": c.max_chunks,
+        "chunks_a_part": chunks_a_part, "blocks": num_kv_heads * min(groups, batch * parts), "early": False,
+    })
+    table = triton_attention.table_arguments(k_cache, block_table, seq_lens, kv_indptr, bound, c)
+    last = triton_attention.merge_launch(partial, stats, output, num_kv_heads, v_scale, table, c, chunks_a_part)
+    return [main, last], output
+
+
+@lru_cache(maxsize=256)
+def config(rows: int, num_qo_heads: int, num_kv_heads: int, capability: int) -> triton_attention.Config:
+    """Chunks and blocks, from what one request is.
+
+    Chunks are short, as a block has many of them. An SM has room for two blocks of few queries, which is faster than
+    one with twice the memory: microseconds on an H200 of E4B, 8 x 8192 and 64 x 4096, 75.1 and 264.1 with one, 73.4 and
+    252.3 with two.
+    """
+    c = triton_attention.config(HEAD_DIM, rows, num_qo_heads, num_kv_heads, torch.bfloat16, torch.bfloat16, capability)
+    few = rows * (num_qo_heads // num_kv_heads) <= FEW_QUERIES
+    return replace(
+        c, block_n=KEYS, chunk_weight=0.5, fold=4 if few and num_kv_heads == 1 else 8, an_sm=2 if few else 1,
+        max_chunks=256 if few and num_kv_heads == 1 else max(8, 1 << (256 // max(2, num_kv_heads) - 1).bit_length()),
+    )
+
+
+@lru_cache(maxsize=4096)
+def spread(blocks: int, chunks: int, keys: int, queries: int, sms: int, fold: int) -> int:
+    """Chunks of so many keys a part, 1 or `fold`: the faster way. Neither changes a bit.
+
+    Time, in keys: those of the SM that has the most parts, and a tile to start, times all that is moved, parts beside
+    keys.
+    """
+    found = []
+    for chunks_a_part in {1, min(fold, chunks)}:
+        each = -(-blocks * -(-chunks // chunks_a_part) // sms)
+        # A part is written and read in fp32, 4 bytes an element of a query; a key has two vectors of 2 bytes.
+        moved = 1 + 2 * queries / (keys * chunks_a_part)
+        found.append(((each * chunks_a_part * keys + KEYS) * moved, 1 if chunks_a_part == 1 else fold))
+    return min(found)[1]
