@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PACKAGED := mtp_kernels triton_ops bench csrc $(wildcard examples/pair)
 SOURCES := $(shell find $(PACKAGED) -type f -not -path '*/__pycache__/*' -not -path 'mtp_kernels/lib/*' -not -name '*.so') \
 	setup.py CMakeLists.txt pyproject.toml $(wildcard README.md LICENSE)
-CPP := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+CPP := $(shell find csrc tests/emulation -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: demo test test-transformers-5.17 build sanitize clang lint format clean
 

@@ -10,6 +10,17 @@ from attention_cases import OP, options, problem
 from mtp_kernels import _attention
 from mtp_kernels.ops import OPS
 
+# Rows, query heads and KV heads: of the checkpoints, trees, and others; tiles of 8 queries and of 16.
+HEADS = [(1, 4, 2), (1, 4, 1), (2, 4, 2), (3, 4, 4), (1, 6, 2), (1, 16, 1), (4, 4, 1), (5, 2, 1), (2, 10, 2), (3, 3, 1)]
+LENGTHS = [[1], [33, 0, 64], [513, 1, 300], [*[40] * 5, *[0] * 30, 200, 7]]
+OPTIONS: list[dict[str, Any]] = [
+    {"page_size": 7, "window_left": 99, "layout": "HND"},
+    {"page_size": 16, "flat": True, "layout": "2-pages"},
+    {"page_size": 1, "k_scale": 0.5, "v_scale": 2.0},
+    {"page_size": 16, "q_norm_weight": None, "layout": "pages-2"},
+    {"page_size": 16, "rope_inv_freq": None, "positions": None},
+]
+
 
 def absent() -> str:
     """Why the kernel cannot be run here, or ""."""
@@ -21,11 +32,13 @@ def absent() -> str:
     return found if isinstance(found, str) else ""
 
 
-def made(heads: tuple[int, int, int], lengths: list[int], **more: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call with poison behind what is seen, on the GPU."""
+def made(
+    heads: tuple[int, int, int], lengths: list[int], device: str = "cuda", **more: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call with poison behind what is seen."""
     rows, query_heads, kv_heads = heads
-    extra = options(len(lengths), rows, 512, device="cuda")
+    extra = options(len(lengths), rows, 512, device=device)
     extra |= {"q_norm_weight": extra["q_norm_weight"].bfloat16(), "logits_soft_cap": 0.0}
     extra["positions"] = extra["positions"] * 811 % 262144
-    return problem(lengths, rows=rows, heads=(query_heads, kv_heads), head_dim=512, dtype=torch.bfloat16, device="cuda",
+    return problem(lengths, rows=rows, heads=(query_heads, kv_heads), head_dim=512, dtype=torch.bfloat16, device=device,
                    **{**extra, **more})

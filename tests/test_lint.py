@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CPP = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".cpp", ".cu", ".cuh"))
+FOLDERS = (ROOT / "csrc", ROOT / "tests" / "emulation")
+CPP = sorted(p for folder in FOLDERS for p in folder.rglob("*") if p.suffix in (".h", ".cpp", ".cu", ".cuh"))
 
 
 def run(*command: str) -> None:

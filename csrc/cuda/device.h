@@ -27,6 +27,10 @@ __device__ __forceinline__ void wait_for_others() {
 #endif
 }
 
+__device__ __forceinline__ uint32_t shared_address(const void* at) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(at));
+}
+
 __device__ __forceinline__ uint4 load_once(const void* at) {
   uint4 found;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -77,6 +81,43 @@ __device__ __forceinline__ void multiply(float (&y)[4], uint32_t a0, uint32_t a1
 __device__ __forceinline__ void multiply(float (&y)[4], const uint4& x, const uint4& x_below, const uint4& weight) {
   multiply(y, x.x, x_below.x, x.y, x_below.y, weight.x, weight.y);
   multiply(y, x.z, x_below.z, x.w, x_below.w, weight.z, weight.w);
+}
+
+// Asynchronous copies into shared memory, each thread's own: 16 bytes, of which those behind `bytes` become zeros.
+// Copies are committed in groups, and waited for until all but the last kPending groups are there.
+__device__ __forceinline__ void copy_16_bytes(uint32_t to, const void* from, int bytes, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(bytes),
+               "l"(policy)
+               : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int kPending>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// What is read once shall not push out of L2 what is read again.
+__device__ __forceinline__ uint64_t read_once() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// Four matrices of 8 x 8 elements of 16 bits, a row of which each lane points to; turned, columns become rows.
+__device__ __forceinline__ void load_matrices(uint32_t (&a)[4], uint32_t at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(at)
+               : "memory");
+}
+
+__device__ __forceinline__ void load_turned(uint32_t (&a)[4], uint32_t at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(at)
+               : "memory");
 }
 
 }  // namespace mtp::cuda

@@ -12,10 +12,6 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kQuad = 4;   // pieces that a thread queues, waits for and multiplies at a time
 constexpr int kQuads = 4;  // that are on the way
 
-__device__ __forceinline__ uint32_t shared_address(const void* at) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(at));
-}
-
 // Which units of a product are a block's, and which of those a warp's.
 __device__ __forceinline__ int first_of_block(const Product& p) {
   const int block = static_cast<int>(blockIdx.x) - p.first_block;

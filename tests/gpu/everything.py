@@ -36,7 +36,7 @@ IGNORED = tuple(  # of the source tree, of a CPU's library, or of Triton's inter
     f"tests/test_{name}.py"
     for name in (
         "lint", "build", "readme", "host", "native", "cpu_step", "doctests", "demo", "policy", "simulate",
-        "triton_interpret", "triton_interpret_attention", "triton_interpret_heads",
+        "triton_interpret", "triton_interpret_attention", "triton_interpret_heads", "attend_emulated",
     )
 )  # fmt: skip
 

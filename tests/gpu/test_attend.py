@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from attend_cases import absent, made
+from attend_cases import HEADS, LENGTHS, OPTIONS, absent, made
 from attention_cases import check_call
 from harness import assert_same_bits, call, forced
 from pairwise import pairwise
@@ -19,10 +19,6 @@ OP, IMPLEMENTATION = "draft_attention", "cuda"
 
 
 pytestmark = pytest.mark.skipif(bool(absent()), reason=absent() or "runs")
-
-# Rows, query heads and KV heads: of the checkpoints, trees, and others; tiles of 8 queries and of 16.
-HEADS = [(1, 4, 2), (1, 4, 1), (2, 4, 2), (3, 4, 4), (1, 6, 2), (1, 16, 1), (4, 4, 1), (5, 2, 1), (2, 10, 2), (3, 3, 1)]
-LENGTHS = [[1], [33, 0, 64], [513, 1, 300], [*[40] * 5, *[0] * 30, 200, 7]]
 
 
 def real_cases() -> list[AttentionCase]:
@@ -52,13 +48,7 @@ def test_real_sizes(case: AttentionCase) -> None:
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)} requests")
 @pytest.mark.parametrize(
     "more",
-    [
-        {"page_size": 7, "window_left": 99, "layout": "HND"},
-        {"page_size": 16, "flat": True, "layout": "2-pages"},
-        {"page_size": 1, "k_scale": 0.5, "v_scale": 2.0},
-        {"page_size": 16, "q_norm_weight": None, "layout": "pages-2"},
-        {"page_size": 16, "rope_inv_freq": None, "positions": None},
-    ],
+    OPTIONS,
     ids=lambda more: ", ".join(more),
 )
 def test_small_sizes(heads: tuple[int, int, int], lengths: list[int], more: dict[str, Any]) -> None:

@@ -1,0 +1,92 @@
+// Runs csrc/cuda/attend_kernel.h on a CPU (device.h): the blocks of a launch one after the other.
+#include "device.h"
+
+#include "attend.h"
+
+namespace mtp::cuda {
+namespace {
+
+constexpr int kBehind = 4096;  // bytes of shared memory that nobody may write
+alignas(1024) unsigned char memory[emulated::kShared + kBehind];
+
+}  // namespace
+}  // namespace mtp::cuda
+
+#include "attend_kernel.h"
+
+namespace {
+
+using mtp::cuda::Attend;
+
+void (*kernel)(Attend);
+const Attend* arguments;
+bool ended[emulated::kThreads];
+unsigned char stacks[emulated::kThreads][1 << 16];
+
+void run_thread() {
+  kernel(*arguments);
+  ended[emulated::thread.x] = true;
+}
+
+void run_block() {
+  using namespace emulated;
+  for (int t = 0; t < kThreads; ++t) {
+    ended[t] = false;
+    copies[t].assign(1, {});
+    getcontext(&contexts[t]);
+    contexts[t].uc_stack.ss_sp = stacks[t];
+    contexts[t].uc_stack.ss_size = sizeof stacks[t];
+    contexts[t].uc_link = &scheduler;
+    makecontext(&contexts[t], run_thread, 0);
+  }
+  for (bool more = true; more;) {
+    more = false;
+    for (int i = 0; i < kThreads; ++i) {
+      thread.x = (i * 37 + block.x * 11) % kThreads;  // in another order in each block
+      if (!ended[thread.x]) {
+        more = true;
+        swapcontext(&scheduler, &contexts[thread.x]);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+// 0, or 1 where a block has written behind its shared memory. The arguments as mtp_cuda::attend makes them.
+extern "C" int emulate_attend(const void* const* p, const int64_t* n, const float* f, int blocks) {
+  using namespace mtp::cuda;
+  Attend a;
+  a.q = *p++, a.k = *p++, a.v = *p++, a.table = *p++, a.lengths = *p++, a.indptr = *p++, a.norm = *p++;
+  a.freq = static_cast<const float*>(*p++), a.positions = *p++, a.k_scale = static_cast<const float*>(*p++);
+  a.partial = static_cast<float*>(const_cast<void*>(*p++)), a.stats = static_cast<float*>(const_cast<void*>(*p++));
+  const auto next = [&n] { return static_cast<int>(*n++); };
+  a.table_is_int64 = *n++ != 0, a.lengths_are_int64 = *n++ != 0, a.indptr_is_int64 = *n++ != 0;
+  a.positions_are_int64 = *n++ != 0;
+  a.q_stride_batch = *n++, a.q_stride_row = *n++, a.q_stride_head = *n++;
+  a.stride_page = static_cast<uint32_t>(*n++ / 8), a.stride_slot = static_cast<uint32_t>(*n++ / 8);
+  a.k_stride_head = *n++, a.v_stride_head = *n++;
+  a.table_stride = *n++, a.table_size = *n++, a.position_stride_batch = *n++, a.position_stride = *n++;
+  a.k_scale_stride = *n++;
+  a.num_pages = next(), a.page_size = next(), a.bound = next(), a.log2_max_chunks = next(), a.chunks_a_part = next();
+  a.parts = next(), a.batch = next(), a.rows = next(), a.kv_heads = next(), a.group = next(), a.num_pairs = next();
+  a.group_inverse = (65536 + a.group - 1) / a.group;
+  a.chunk_weight = f[0], a.sm_scale = f[1], a.eps = f[2];
+
+  const bool many = a.rows * a.group > kAttendFew, folds = a.chunks_a_part > 1;
+  kernel = many ? (folds ? attend<2, kRingOf16, true> : attend<2, kRingOf16, false>)
+                : (folds ? attend<1, kRingOf4, true> : attend<1, kRingOf4, false>);
+  const int bytes = many ? bytes_of<2, kRingOf16>(a, folds) : bytes_of<1, kRingOf4>(a, folds);
+  arguments = &a;
+  emulated::shared = memory;
+  emulated::grid.x = blocks;
+  int wrong = bytes > emulated::kShared ? 1 : 0;
+  for (emulated::block.x = 0; emulated::block.x < blocks && wrong == 0; ++emulated::block.x) {
+    std::memset(memory, 0xff, sizeof memory);  // NaN
+    run_block();
+    for (int i = 0; i < kBehind; ++i) {
+      wrong |= memory[bytes + i] != 0xff ? 1 : 0;
+    }
+  }
+  return wrong;
+}

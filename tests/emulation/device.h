@@ -1,0 +1,247 @@
+// Stands in for csrc/cuda/device.h where a kernel's source runs on a CPU: threads of a block are coroutines, which stop
+// at every barrier and at every instruction of a warp. Shared memory begins as NaN, and an asynchronous copy arrives as
+// late as it may: when it is waited for.
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#define __device__
+#define __host__
+#define __global__
+#define __shared__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(n)
+
+struct float2 {
+  float x, y;
+};
+struct uint2 {
+  uint32_t x, y;
+};
+struct uint4 {
+  uint32_t x, y, z, w;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+
+template <class T>
+T min(T a, T b) {
+  return b < a ? b : a;
+}
+template <class T>
+T max(T a, T b) {
+  return a < b ? b : a;
+}
+
+namespace emulated {
+
+constexpr int kThreads = 128, kShared = 232448;  // of a block, at most
+struct Index {
+  int x = 0;
+};
+
+// A number of threads that wait for each other, again and again.
+struct Barrier {
+  int members, arrived = 0, turn = 0;
+};
+
+struct Warp {
+  Barrier barrier{32};
+  uint64_t values[2][32][4];  // of one instruction and the next
+};
+
+struct Copy {
+  uint32_t to;
+  const void* from;
+  int bytes;
+};
+
+inline Index thread, block, grid;
+inline unsigned char* shared = nullptr;
+inline Warp warps[kThreads / 32];
+inline Barrier all{kThreads};
+inline std::vector<std::vector<Copy>> copies[kThreads];  // groups, the last of which is open
+inline ucontext_t scheduler, contexts[kThreads];
+
+inline void stop() {
+  const int me = thread.x;
+  swapcontext(&contexts[me], &scheduler);
+}
+
+inline void wait(Barrier& barrier) {
+  const int turn = barrier.turn;
+  if (++barrier.arrived == barrier.members) {
+    barrier.arrived = 0;
+    ++barrier.turn;
+  }
+  while (barrier.turn == turn) {
+    stop();
+  }
+}
+
+inline Warp& warp() { return warps[thread.x / 32]; }
+
+// Hands values to the lanes of the warp; returns where they lie once all are there.
+inline const uint64_t (*exchange(uint64_t one, uint64_t two = 0, uint64_t three = 0))[4] {
+  auto* values = warp().values[warp().barrier.turn & 1];
+  uint64_t* mine = values[thread.x % 32];
+  mine[0] = one;
+  mine[1] = two;
+  mine[2] = three;
+  wait(warp().barrier);
+  return values;
+}
+
+template <class T>
+T from_lane(T value, int lane) {
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof value);
+  bits = exchange(bits)[lane & 31][0];
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline float bf16_of(uint64_t word, int place) {
+  const auto bits = static_cast<uint32_t>(word >> (16 * place)) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+}  // namespace emulated
+
+#define threadIdx emulated::thread
+#define blockIdx emulated::block
+#define gridDim emulated::grid
+
+template <class T>
+T __shfl_sync(uint32_t, T value, int lane) {
+  return emulated::from_lane(value, lane);
+}
+template <class T>
+T __shfl_xor_sync(uint32_t, T value, int mask) {
+  return emulated::from_lane(value, (threadIdx.x % 32) ^ mask);
+}
+template <class T>
+T __shfl_up_sync(uint32_t, T value, int by) {
+  const int lane = threadIdx.x % 32;
+  return emulated::from_lane(value, lane >= by ? lane - by : lane);
+}
+inline uint32_t __ballot_sync(uint32_t, bool is) {
+  const auto* values = emulated::exchange(is ? 1 : 0);
+  uint32_t found = 0;
+  for (int lane = 0; lane < 32; ++lane) {
+    found |= static_cast<uint32_t>(values[lane][0]) << lane;
+  }
+  return found;
+}
+inline bool __any_sync(uint32_t members, bool is) { return __ballot_sync(members, is) != 0; }
+inline int __ffs(uint32_t bits) { return __builtin_ffs(static_cast<int>(bits)); }
+inline void __syncwarp() { emulated::wait(emulated::warp().barrier); }
+inline void __syncthreads() { emulated::wait(emulated::all); }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fsqrt_rn(float x) { return std::sqrt(x); }
+inline float __frcp_rn(float x) { return 1.0f / x; }
+inline uint32_t __float_as_uint(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+template <class T>
+T __ldg(const T* at) {
+  return *at;
+}
+template <class T>
+T __ldcg(const T* at) {
+  return *at;
+}
+
+namespace mtp::cuda {
+
+struct bf16 {
+  uint16_t bits;
+};
+inline float __bfloat162float(bf16 x) { return emulated::bf16_of(x.bits, 0); }
+inline uint32_t rounded_bits(float x) {
+  const uint32_t bits = __float_as_uint(x);
+  return x != x ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
+}
+inline uint32_t pack(float one, float two) { return rounded_bits(one) | rounded_bits(two) << 16; }
+
+constexpr uint32_t kAll = 0xffffffffu;
+inline void let_others_start() {}
+inline void wait_for_others() {}
+inline float exp2_approx(float x) { return std::exp2(x); }
+inline float warp_sum(float x) {
+  for (int i = 16; i > 0; i /= 2) {
+    x += __shfl_xor_sync(kAll, x, i);
+  }
+  return x;
+}
+
+inline uint32_t shared_address(const void* at) {
+  return static_cast<uint32_t>(static_cast<const unsigned char*>(at) - emulated::shared);
+}
+inline uint64_t read_once() { return 0; }
+inline void copy_16_bytes(uint32_t to, const void* from, int bytes, uint64_t) {
+  emulated::copies[threadIdx.x].back().push_back({to, from, bytes});
+}
+inline void commit_copies() { emulated::copies[threadIdx.x].emplace_back(); }
+template <int kPending>
+void wait_for_copies() {
+  auto& groups = emulated::copies[threadIdx.x];
+  while (static_cast<int>(groups.size()) - 1 > kPending) {
+    for (const auto& copy : groups.front()) {
+      std::memset(emulated::shared + copy.to, 0, 16);
+      if (copy.bytes > 0) {  // what is not seen is not touched
+        std::memcpy(emulated::shared + copy.to, copy.from, copy.bytes);
+      }
+    }
+    groups.erase(groups.begin());
+  }
+}
+
+inline void load_tiles(uint32_t (&a)[4], uint32_t at, bool turned) {
+  const auto* rows = emulated::exchange(at);
+  const int lane = threadIdx.x % 32;
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    uint16_t pair[2];
+    for (int i = 0; i < 2; ++i) {
+      const int row = turned ? lane % 4 * 2 + i : lane / 4, column = turned ? lane / 4 : lane % 4 * 2 + i;
+      std::memcpy(&pair[i], emulated::shared + rows[matrix * 8 + row][0] + column * 2, 2);
+    }
+    a[matrix] = static_cast<uint32_t>(pair[1]) << 16 | pair[0];
+  }
+  __syncwarp();
+}
+inline void load_matrices(uint32_t (&a)[4], uint32_t at) { load_tiles(a, at, false); }
+inline void load_turned(uint32_t (&a)[4], uint32_t at) { load_tiles(a, at, true); }
+
+// mma.m16n8k16, its operands dealt to lanes as PTX says.
+inline void multiply(float (&y)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  const auto pair = [](uint32_t one, uint32_t two) { return static_cast<uint64_t>(two) << 32 | one; };
+  const auto* values = emulated::exchange(pair(a0, a1), pair(a2, a3), pair(b0, b1));
+  const int lane = threadIdx.x % 32;
+  for (int c = 0; c < 4; ++c) {
+    const int row = lane / 4 + c / 2 * 8, column = lane % 4 * 2 + c % 2;
+    float sum = 0.0f;
+    for (int k = 0; k < 16; ++k) {
+      const uint64_t a = values[row % 8 * 4 + k % 8 / 2][k / 8] >> (row / 8 * 32);
+      const uint64_t b = values[column * 4 + k % 8 / 2][2] >> (k / 8 * 32);
+      sum += emulated::bf16_of(a, k % 2) * emulated::bf16_of(b, k % 2);
+    }
+    y[c] += sum;
+  }
+}
+
+}  // namespace mtp::cuda

@@ -1,0 +1,151 @@
+"""CUDA's kernel of draft_attention without a GPU: its source, compiled for this CPU (emulation/), against fp64.
+
+Threads are coroutines there, shared memory begins as NaN, and asynchronous copies arrive as late as they may.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attend_cases import HEADS, LENGTHS, OPTIONS, made
+from attention_cases import naive
+from harness import assert_same_bits, check_numerics
+from mtp_kernels.triton_ops._launch import Launch
+from torch import Tensor
+
+from mtp_kernels import _attention, _native
+from mtp_kernels._cuda_launch import CudaLaunch
+
+HERE = Path(__file__).parent
+CUDA = HERE.parent / "csrc" / "cuda"
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="coroutines are glibc's")
+
+Emulate = Callable[[dict[str, Any]], None]
+
+
+@pytest.fixture(scope="module")
+def emulate(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
+    """Runs a launch of mtp_cuda::attend, by its arguments. The kernel's files lie beside another device.h."""
+    folder = tmp_path_factory.mktemp("emulated")
+    kernel = [CUDA / name for name in ("attend.h", "attend_kernel.h", "chunks.h")]
+    for path in (*kernel, *(HERE / "emulation").iterdir()):
+        shutil.copy(path, folder)
+    library = folder / "attend.so"
+    compiler = os.environ.get("CXX", "c++")
+    subprocess.run([compiler, "-O2", "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas",
+                    folder / "attend.cpp", "-o", library], check=True)
+    run = ctypes.CDLL(str(library)).emulate_attend
+
+    def launch(a: dict[str, Any]) -> None:
+        q, k, v, table, lengths, indptr, positions, scale = (
+            a[name]
+            for name in ("q", "k_cache", "v_cache", "block_table", "seq_lens", "kv_indptr", "positions", "k_scale")
+        )
+        pointers = (q, k, v, table, lengths, indptr, a["norm"], a["freq"], positions, scale, a["partial"], a["stats"])
+        numbers = (
+            *(t is not None and t.dtype == torch.int64 for t in (table, lengths, indptr, positions)), *q.stride()[:3],
+            *k.stride()[:3], v.stride(2), 0 if indptr is not None else table.stride(0), table.size(-1),
+            0 if positions is None else positions.stride(0),
+            0 if positions is None or positions.dim() == 1 else positions.stride(1),
+            0 if scale is None or scale.numel() == 1 else 1, *k.shape[:2], a["bound"], a["max_chunks"].bit_length() - 1,
+            a["chunks_a_part"], a["partial"].size(1), *q.shape[:2], k.size(2), q.size(2) // k.size(2),
+            0 if a["freq"] is None else a["freq"].numel(),
+        )
+        wrong = run(
+            (ctypes.c_void_p * len(pointers))(*(None if t is None else t.data_ptr() for t in pointers)),
+            (ctypes.c_int64 * len(numbers))(*(int(n) for n in numbers)),
+            (ctypes.c_float * 3)(a["chunk_weight"], a["sm_scale"], a["eps"]), a["blocks"],
+        )
+        assert wrong == 0, "a block wrote behind its shared memory"
+
+    return launch
+
+
+@pytest.fixture(autouse=True)
+def library_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_native, "cuda_library", lambda: "")
+
+
+def launches(args: tuple[Any, ...], kwargs: dict[str, Any], sms: int = 132) -> tuple[dict[str, Any], Launch]:
+    """The arguments of the kernel, with NaN in what it has to write, and the merge."""
+    (main, last), _ = _attention.plan(*args, **kwargs, capability=90, sms=sms)
+    assert isinstance(main, CudaLaunch) and isinstance(last, Launch)
+    for name in ("partial", "stats"):
+        main.args[name].fill_(torch.nan)
+    return main.args, last
+
+
+def merged(left: dict[str, Any], last: Launch, args: tuple[Any, ...], v_scale: Tensor | None) -> Tensor:
+    """The result, of parts that are folded in fp64."""
+    q, seq_lens = args[0], args[4]
+    heads, per_request, group = q.size(2), q.size(1) * q.size(2), last.args["group"]
+    scales = torch.ones(1) if v_scale is None else v_scale.flatten()
+    output = torch.zeros(q.numel() // q.size(3), q.size(3), dtype=torch.float64)
+    for i, (partial, stats) in enumerate(zip(left["partial"].double(), left["stats"].double())):
+        visible = min(int(seq_lens[i // per_request]), left["bound"])
+        least = max(math.ceil(math.sqrt(visible * left["chunk_weight"])), up(visible, left["max_chunks"]), 1)
+        parts = up(up(visible, up(least, 32) * 32), left["chunks_a_part"])
+        assert stats[parts:].isnan().all() and partial[parts:].isnan().all(), "a part that there is not was written"
+        if parts:
+            weights = torch.exp2(stats[:parts, 0] - stats[:parts, 0].max())
+            average = weights @ partial[:parts] / (weights @ stats[:parts, 1])
+            output[i] = average * scales[i % heads // group % len(scales)]
+    return output.view(q.shape).to(q.dtype)
+
+
+def up(n: int, size: int) -> int:
+    """n / size, rounded up."""
+    return -(n // -size)
+
+
+def cases() -> list[tuple[tuple[int, int, int], list[int], dict[str, Any], str]]:
+    """Every option with every list of lengths; heads, and what a part is, in turn."""
+    pairs = [(lengths, more) for more in OPTIONS for lengths in LENGTHS]
+    return [
+        (HEADS[(3 * i + i // 10) % len(HEADS)], *pair, ("chunks", "folds")[(i + i // 4) % 2])
+        for i, pair in enumerate(pairs)
+    ]
+
+
+@pytest.mark.parametrize(("heads", "lengths", "more", "each"), cases(), ids=str)
+def test_against_fp64(
+    heads: tuple[int, int, int], lengths: list[int], more: dict[str, Any], each: str, emulate: Emulate,
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scales = {name: torch.tensor(value) for name, value in more.items() if name.endswith("_scale")}
+    args, kwargs = made(heads, lengths, "cpu", **{**more, **scales})
+    fold = _attention.config(*heads, 90).fold
+    monkeypatch.setattr(_attention, "spread", lambda *_: 1 if each == "chunks" else fold)
+    left, last = launches(args, kwargs)
+    emulate(left)
+    got = merged(left, last, args, kwargs.get("v_scale"))
+    check_numerics(got, naive(got.dtype, *args, **kwargs), naive(torch.float64, *args, **kwargs), atol=1e-6)
+
+
+@pytest.mark.parametrize("heads", [(1, 4, 2), (1, 4, 1), (2, 4, 2), (1, 16, 1), (3, 3, 1)], ids=str)
+@pytest.mark.parametrize("each", ["chunks", "folds"])
+def test_the_same_bits_in_any_number_of_blocks(
+    heads: tuple[int, int, int], each: str, emulate: Emulate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [330, 0, 64, *[0] * 31, 100]
+    args, kwargs = made(heads, lengths, "cpu", page_size=16)
+    fold = _attention.config(*heads, 90).fold
+    monkeypatch.setattr(_attention, "spread", lambda *_: 1 if each == "chunks" else fold)
+    expected: tuple[Tensor, ...] | None = None
+    for sms in (132, 3, 1):
+        left, _ = launches(args, kwargs, sms)
+        emulate(left)
+        got = (left["partial"], left["stats"])
+        expected = expected or got
+        for one, two in zip(got, expected):
+            assert_same_bits(one, two)
