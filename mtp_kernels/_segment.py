@@ -107,9 +107,8 @@ def new_workspace(weights: AssistantWeights, rows: int) -> Tensor:
 def segment(
     attention: Sequence[Launch | CudaLaunch], attended: Tensor, kv: KVView, layer: LayerWeights, eps: float,
     residual: Tensor, next_norm: Tensor, next_weight: Tensor, output: Tensor, workspace: Tensor, *,
-    x_out: Tensor | None = None,
-    normed: Tensor | None = None, centroids: Tensor | None = None, scores: Tensor | None = None,
-    group_max: Tensor | None = None, early: bool = False
+    x_out: Tensor | None = None, normed: Tensor | None = None, centroids: Tensor | None = None,
+    scores: Tensor | None = None, group_max: Tensor | None = None, early: bool = False
 ) -> tuple[Sequence[Launch | CudaLaunch], CudaLaunch]:
     """The launches of `attention` (draft_attention.plan) that are still needed, and what takes the place of the others.
 
