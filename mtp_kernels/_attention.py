@@ -64,49 +64,43 @@ def refuses(
     return "" if found in SERVED else f"compute capability {found / 10}"
 
 
-def draft_attention(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def draft_attention(q: Tensor, *args: Any, **options: Any) -> Tensor:
     """The op, where `refuses` says nothing."""
-    launches, output = plan(q, *args, capability=capability_of(q.device), sms=count_sms(q.device), **kwargs)
+    launches, output = _plan(q, *args, capability=capability_of(q.device), sms=count_sms(q.device), **options)
     for launch in launches:
         launch.run()
     return output
 
 
 def plan(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    sm_scale: float,
-    *,
-    kv_indptr: Tensor | None = None,
-    max_seq_len: int = -1,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    q_norm_weight: Tensor | None = None,
-    q_norm_eps: float = 1e-6,
-    rope_inv_freq: Tensor | None = None,
-    positions: Tensor | None = None,
-    capability: int = 90,
-    sms: int = 132,
+    *args: Any, capability: int = 90, sms: int = 132, **options: Any
 ) -> tuple[Sequence[Launch | CudaLaunch], Tensor]:
     """As draft_attention.plan of Triton: the launches and the result that they write."""
+    if refuses(*args, capability=capability, **options) or _native.cuda_library():
+        return triton_attention.plan(*args, capability=capability, sms=sms, **options)
+    return _plan(*args, capability=capability, sms=sms, **options)
+
+
+def _plan(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, *args: Any, capability: int, sms: int,
+    max_seq_len: int = -1, window_left: int = -1, **options: Any
+) -> tuple[Sequence[Launch | CudaLaunch], Tensor]:
+    """`plan` where `refuses` says nothing: what it does not look at may still want Triton's kernels."""
     bound = triton_attention.most_keys(k_cache, block_table, max_seq_len, window_left)
-    aligned = all(t is None or t.data_ptr() % 16 == 0 for t in (q, k_cache, v_cache, q_norm_weight))
-    why = refuses(
-        q, k_cache, v_cache, block_table, seq_lens, sm_scale, logits_soft_cap=logits_soft_cap,
-        q_norm_weight=q_norm_weight, capability=capability,
-    )
-    if why or not aligned or bound == 0 or q.numel() == 0 or _native.cuda_library():
-        return triton_attention.plan(
-            q, k_cache, v_cache, block_table, seq_lens, sm_scale, kv_indptr=kv_indptr, max_seq_len=max_seq_len,
-            window_left=window_left, logits_soft_cap=logits_soft_cap, k_scale=k_scale, v_scale=v_scale,
-            q_norm_weight=q_norm_weight, q_norm_eps=q_norm_eps, rope_inv_freq=rope_inv_freq, positions=positions,
-            capability=capability, sms=sms,
-        )
+    aligned = all(t is None or t.data_ptr() % 16 == 0 for t in (q, k_cache, v_cache, options.get("q_norm_weight")))
+    if not aligned or bound == 0 or q.numel() == 0:
+        return triton_attention.plan(q, k_cache, v_cache, block_table, *args, max_seq_len=max_seq_len,
+                                     window_left=window_left, capability=capability, sms=sms, **options)
+    return _launches(q, k_cache, v_cache, block_table, *args, bound=bound, capability=capability, sms=sms, **options)
+
+
+def _launches(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, sm_scale: float, *, bound: int,
+    capability: int, sms: int, kv_indptr: Tensor | None = None, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None, q_norm_weight: Tensor | None = None, q_norm_eps: float = 1e-6,
+    rope_inv_freq: Tensor | None = None, positions: Tensor | None = None, logits_soft_cap: float = 0.0
+) -> tuple[list[Launch | CudaLaunch], Tensor]:
+    """The kernel and its merge, of queries that see `bound` keys at most; a soft cap is none."""
     batch, rows, num_qo_heads, head_dim = q.shape
     num_kv_heads = k_cache.size(2)
     queries = rows * (num_qo_heads // num_kv_heads)
@@ -141,10 +135,11 @@ def config(rows: int, num_qo_heads: int, num_kv_heads: int, capability: int) -> 
     """
     c = triton_attention.config(HEAD_DIM, rows, num_qo_heads, num_kv_heads, torch.bfloat16, torch.bfloat16, capability)
     few = rows * (num_qo_heads // num_kv_heads) <= FEW_QUERIES
-    return replace(
-        c, block_n=KEYS, chunk_weight=0.5, fold=4 if few and num_kv_heads == 1 else 8, an_sm=2 if few else 1,
-        max_chunks=256 if few and num_kv_heads == 1 else max(8, 1 << (256 // max(2, num_kv_heads) - 1).bit_length()),
-    )
+    if few and num_kv_heads == 1:
+        fold, max_chunks = 4, 256
+    else:
+        fold, max_chunks = 8, max(8, triton_attention.power_of_two(256 // max(2, num_kv_heads)))
+    return replace(c, block_n=KEYS, chunk_weight=0.5, fold=fold, max_chunks=max_chunks, an_sm=2 if few else 1)
 
 
 @lru_cache(maxsize=4096)

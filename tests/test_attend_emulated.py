@@ -37,8 +37,7 @@ Emulate = Callable[[dict[str, Any]], None]
 def emulate(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
     """Runs a launch of mtp_cuda::attend, by its arguments. The kernel's files lie beside another device.h."""
     folder = tmp_path_factory.mktemp("emulated")
-    kernel = [CUDA / name for name in ("attend.h", "attend_kernel.h", "chunks.h")]
-    for path in (*kernel, *(HERE / "emulation").iterdir()):
+    for path in (*CUDA.glob("attend*.h"), CUDA / "chunks.h", *(HERE / "emulation").iterdir()):
         shutil.copy(path, folder)
     library = folder / "attend.so"
     compiler = os.environ.get("CXX", "c++")

@@ -175,7 +175,7 @@ def _merge_tile(heads: int, head_dim: int, parts: int, parts_a_fold: int) -> tup
 
     Where there are few heads, or many parts of many folds, the folds of a row lie side by side, 4 elements a thread.
     """
-    group = min(16, _power_of_two(-(-parts // parts_a_fold)))
+    group = min(16, power_of_two(-(-parts // parts_a_fold)))
     wide = heads * head_dim >= 65536 and (parts_a_fold == 1 or group <= 4)
     block_d = min(head_dim, 512) if wide else 32
     ahead = max(1, min(16 // parts_a_fold, group)) if wide else 1
@@ -284,8 +284,8 @@ def config(
     most = 64 if head_dim < 512 else 32  # queries; 64 do not fit in the registers
     if dtype == torch.float32 and head_dim > 128:
         most = 8
-    block_group = _power_of_two(group)
-    block_rows = min(_power_of_two(rows), max(1, most // block_group))
+    block_group = power_of_two(group)
+    block_rows = min(power_of_two(rows), max(1, most // block_group))
     block_group = max(block_group, 8 // block_rows)
     large = block_rows * block_group * head_dim >= 32 * 512
     # fp8 is converted in registers; fp32 has no tensor cores and is twice as wide.
@@ -311,7 +311,7 @@ def config(
         block_n=tile.block_n,
         slabs=tile.slabs,
         v_slabs=tile.v_slabs,
-        max_chunks=max(8, _power_of_two(tile.max_chunks or min(128, max_chunks))),
+        max_chunks=max(8, power_of_two(tile.max_chunks or min(128, max_chunks))),
         chunk_weight=min(8.0, tile.chunk_weight or chunk_weight),
         fold=tile.fold,
         num_warps=num_warps,
@@ -392,7 +392,7 @@ def _plain_tile(head_dim: int, num_kv_heads: int, queries: int, roomy: bool) -> 
     return None
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
     """The least power of two that is not below n."""
     return 1 << (n - 1).bit_length()
 

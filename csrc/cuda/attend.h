@@ -1,4 +1,4 @@
-// Attention of few draft queries over many keys of 512 elements, on Hopper and Blackwell: see attend.cu.
+// Attention of few draft queries over many keys of 512 elements, on Hopper and Blackwell: see attend_kernel.h.
 #pragma once
 
 #include <cstdint>

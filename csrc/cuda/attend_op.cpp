@@ -1,5 +1,5 @@
-// mtp_cuda::attend: the first kernel of draft_attention for heads of 512 elements (attend.cu), as a private op on the
-// stable ABI.
+// mtp_cuda::attend: the first kernel of draft_attention for heads of 512 elements (attend_kernel.h), as a private
+// op on the stable ABI.
 #include "attend.h"
 
 #include <cuda_runtime_api.h>
@@ -11,13 +11,6 @@ namespace {
 
 constexpr char kOp[] = "attend";
 constexpr int64_t kMostInt = 0x7fffffff;
-
-bool is_index(const Tensor& tensor, const char* name) {
-  const ScalarType dtype = tensor.scalar_type();
-  STD_TORCH_CHECK(dtype == ScalarType::Long || dtype == ScalarType::Int, "attend: ", name,
-                  " is neither int32 nor int64");
-  return dtype == ScalarType::Long;
-}
 
 // Rows of 512 bf16 that can be read 16 bytes at a time.
 const void* heads(const Tensor& tensor, const char* name) {
@@ -60,14 +53,14 @@ void attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor
   a.q_stride_row = q.stride(1);
   a.q_stride_head = q.stride(2);
 
-  a.table_is_int64 = is_index(block_table, "block_table");
-  a.lengths_are_int64 = is_index(seq_lens, "seq_lens");
+  a.table_is_int64 = is_int64(block_table, kOp, "block_table");
+  a.lengths_are_int64 = is_int64(seq_lens, kOp, "seq_lens");
   check(seq_lens, kOp, "seq_lens", seq_lens.scalar_type(), {batch});
   a.table = block_table.const_data_ptr();
   a.lengths = seq_lens.const_data_ptr();
   a.table_size = block_table.size(block_table.dim() - 1);
   if (kv_indptr) {
-    a.indptr_is_int64 = is_index(*kv_indptr, "kv_indptr");
+    a.indptr_is_int64 = is_int64(*kv_indptr, kOp, "kv_indptr");
     check(*kv_indptr, kOp, "kv_indptr", kv_indptr->scalar_type(), {batch + 1});
     a.indptr = kv_indptr->const_data_ptr();
   } else {
@@ -77,12 +70,8 @@ void attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor
   }
 
   if (k_scale) {
-    const int64_t scales = k_scale->numel();
-    STD_TORCH_CHECK(
-        k_scale->scalar_type() == ScalarType::Float && k_scale->is_contiguous() && (scales == 1 || scales == kv_heads),
-        "attend: k_scale is neither one number nor one a KV head");
+    a.k_scale_stride = scale_stride(*k_scale, kOp, "k_scale", kv_heads);
     a.k_scale = k_scale->const_data_ptr<float>();
-    a.k_scale_stride = scales == 1 ? 0 : 1;
   }
   if (norm) {
     check(*norm, kOp, "norm", ScalarType::BFloat16, {kAttendDim});
@@ -96,7 +85,7 @@ void attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor
     STD_TORCH_CHECK(freq->numel() <= kAttendDim / 2, "attend: more pairs than there are");
     a.freq = freq->const_data_ptr<float>();
     a.num_pairs = static_cast<int>(freq->numel());
-    a.positions_are_int64 = is_index(*positions, "positions");
+    a.positions_are_int64 = is_int64(*positions, kOp, "positions");
     a.positions = positions->const_data_ptr();
     a.position_stride_batch = positions->stride(0);
     a.position_stride = positions->dim() == 1 ? 0 : positions->stride(1);
@@ -108,14 +97,11 @@ void attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor
   a.partial = static_cast<float*>(partial.mutable_data_ptr());
   a.stats = static_cast<float*>(stats.mutable_data_ptr());
   STD_TORCH_CHECK(blocks % kv_heads == 0 && bound > 0 && bound <= kMostInt && chunks_a_part >= 1 &&
-                      chunks_a_part <= 64 && max_chunks >= 1 && max_chunks <= 65536 &&
-                      (max_chunks & (max_chunks - 1)) == 0 && blocks >= 1 && blocks < kMostInt,
+                      chunks_a_part <= 64 && max_chunks >= 1 && max_chunks <= 65536 && blocks >= 1 && blocks < kMostInt,
                   "attend: chunks that are not served");
   a.bound = static_cast<int>(bound);
   a.chunk_weight = static_cast<float>(chunk_weight);
-  while ((int64_t{1} << a.log2_max_chunks) < max_chunks) {
-    ++a.log2_max_chunks;
-  }
+  a.log2_max_chunks = log2_of(max_chunks, kOp, "max_chunks");
   a.chunks_a_part = static_cast<int>(chunks_a_part);
   a.num_pages = static_cast<int>(pages);
   a.page_size = static_cast<int>(page_size);

@@ -8,6 +8,7 @@
 #include <cuda_runtime.h>
 
 #include "device.h"
+#include "launch.h"
 
 namespace mtp::cuda {
 namespace {
@@ -222,16 +223,8 @@ int launch_candidates(const Candidates& c, bool early, void* stream) {
   while (blocks > 1 && blocks * c.rows > 128) {
     blocks /= 2;
   }
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(c.rows));
-  config.blockDim = dim3(kThreads);
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &attribute;
-  config.numAttrs = early ? 1 : 0;
-  return static_cast<int>(cudaLaunchKernelEx(&config, rank_candidates, c));
+  const dim3 grid(blocks, c.rows);
+  return static_cast<int>(launch_kernel(rank_candidates, c, grid, kThreads, 0, {early}, stream));
 }
 
 }  // namespace mtp::cuda

@@ -37,6 +37,30 @@ inline const void* matrix(const Tensor& tensor, const char* op, const char* name
   return tensor.const_data_ptr();
 }
 
+// Whether indices are int64; else they are int32.
+inline bool is_int64(const Tensor& tensor, const char* op, const char* name) {
+  const ScalarType dtype = tensor.scalar_type();
+  STD_TORCH_CHECK(dtype == ScalarType::Long || dtype == ScalarType::Int, op, ": ", name, " is neither int32 nor int64");
+  return dtype == ScalarType::Long;
+}
+
+// The stride of an fp32 scale, of which there is one, or one a KV head.
+inline int64_t scale_stride(const Tensor& scale, const char* op, const char* name, int64_t num_kv_heads) {
+  const int64_t scales = scale.numel();
+  STD_TORCH_CHECK(scales == 1 || scales == num_kv_heads, op, ": ", name, " is neither one number nor one a KV head");
+  check(scale, op, name, ScalarType::Float, {scales});
+  return scales == 1 ? 0 : 1;
+}
+
+inline int log2_of(int64_t n, const char* op, const char* name) {
+  int log2 = 0;
+  while ((int64_t{1} << log2) < n) {
+    ++log2;
+  }
+  STD_TORCH_CHECK(n == int64_t{1} << log2, op, ": ", name, " is ", n, ", not a power of two");
+  return log2;
+}
+
 inline void* current_stream(int device) {
   void* stream = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));

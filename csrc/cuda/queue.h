@@ -108,12 +108,12 @@ struct Queue {
       at += kQuad * kPieceDepth;
       left -= kQuad;
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    commit_copies();
     offset = offset + kQuadBytes == kQuads * kQuadBytes ? 0 : offset + kQuadBytes;
   }
 
   __device__ __forceinline__ void pop(uint4 (&pieces)[kQuad]) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kQuads - 1) : "memory");
+    wait_for_copies<kQuads - 1>();
 #pragma unroll
     for (int j = 0; j < kQuad; ++j) {
       asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -16,6 +16,7 @@
 #include <algorithm>
 
 #include "device.h"
+#include "launch.h"
 #include "mail.h"
 #include "merge.h"
 #include "norms.h"
@@ -302,45 +303,22 @@ cudaError_t bytes_of_block(bool early, int& found) {
 }
 
 template <int kRows>
-cudaError_t launch(const Segment& s, int blocks, bool early, cudaStream_t stream) {
+cudaError_t launch(const Segment& s, int blocks, bool early, void* stream) {
   const auto kernel = run_segment<kRows>;
   int wanted = 0;
-  if (const cudaError_t error = bytes_of_block<kRows>(early, wanted)) {
-    return error;
-  }
-  if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, wanted)) {
-    return error;
-  }
-  // An SM divides its memory anew only when it is empty: with less than all of it shared, no program of the next
-  // attention would find room beside a block.
-  if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                                     cudaSharedmemCarveoutMaxShared)) {
-    return error;
-  }
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeCooperative;
-  attributes[0].val.cooperative = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = wanted;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = early ? 2 : 1;
-  return cudaLaunchKernelEx(&config, kernel, s);
+  cudaError_t error = bytes_of_block<kRows>(early, wanted);
+  error = error ? error : share_memory(kernel, wanted);
+  return error ? error : launch_kernel(kernel, s, dim3(blocks), kThreads, wanted, {early, true}, stream);
 }
 
 }  // namespace
 
 int launch_segment(const Segment& s, int blocks, bool early, void* stream) {
-  const auto on = static_cast<cudaStream_t>(stream);
-  return static_cast<int>(s.rows <= 1    ? launch<1>(s, blocks, early, on)
-                          : s.rows <= 8  ? launch<8>(s, blocks, early, on)
-                          : s.rows <= 16 ? launch<16>(s, blocks, early, on)
-                          : s.rows <= 32 ? launch<32>(s, blocks, early, on)
-                                         : launch<64>(s, blocks, early, on));
+  return static_cast<int>(s.rows <= 1    ? launch<1>(s, blocks, early, stream)
+                          : s.rows <= 8  ? launch<8>(s, blocks, early, stream)
+                          : s.rows <= 16 ? launch<16>(s, blocks, early, stream)
+                          : s.rows <= 32 ? launch<32>(s, blocks, early, stream)
+                                         : launch<64>(s, blocks, early, stream));
 }
 
 int segment_bytes(int rows) {

@@ -35,15 +35,6 @@ Product product(const Tensor& weight, const char* name, int64_t rows, int64_t de
   return p;
 }
 
-int log2_of(int64_t n, const char* name) {
-  int log2 = 0;
-  while ((int64_t{1} << log2) < n) {
-    ++log2;
-  }
-  STD_TORCH_CHECK(n == int64_t{1} << log2, "segment: ", name, " is ", n, ", not a power of two");
-  return log2;
-}
-
 int count_blocks(int device, int64_t inner) {
   int sms = 0;
   STD_TORCH_CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device) == cudaSuccess && sms > 0,
@@ -65,36 +56,32 @@ void set_chunks(Attention& a, const Chunks& c, const Tensor& partial, const Tens
                       c.max_chunks >= 1 && c.max_chunks <= kMostChunks && c.chunk_multiple >= 1 &&
                       c.chunk_multiple <= kMostChunks && c.num_kv_heads >= 1 && heads % c.num_kv_heads == 0,
                   "segment: the chunks of the attention are not what they must be");
-  log2_of(c.chunk_multiple, "chunk_multiple");
+  log2_of(c.chunk_multiple, kOp, "chunk_multiple");
   const int64_t batch = seq_lens.size(0);
   a.parts = static_cast<int>(partial.size(1));
   check(partial, kOp, "partial", kFloat, {batch * a.rows_each * heads, a.parts, a.head_dim});
   check(stats, kOp, "stats", kFloat, {batch * a.rows_each * heads, a.parts, 2});
   a.partial = partial.const_data_ptr<float>();
   a.stats = stats.const_data_ptr<float>();
-  a.lengths_are_int64 = seq_lens.scalar_type() == ScalarType::Long;
-  check(seq_lens, kOp, "seq_lens", a.lengths_are_int64 ? ScalarType::Long : ScalarType::Int, {batch});
+  a.lengths_are_int64 = is_int64(seq_lens, kOp, "seq_lens");
+  check(seq_lens, kOp, "seq_lens", seq_lens.scalar_type(), {batch});
   a.seq_lens = seq_lens.const_data_ptr();
   if (v_scale != nullptr) {
-    const int64_t scales = v_scale->numel();
-    STD_TORCH_CHECK(scales == 1 || scales == c.num_kv_heads,
-                    "segment: v_scale is neither one number nor one a KV head");
-    check(*v_scale, kOp, "v_scale", kFloat, {scales});
+    a.v_scale_stride = scale_stride(*v_scale, kOp, "v_scale", c.num_kv_heads);
     a.v_scale = v_scale->const_data_ptr<float>();
-    a.v_scale_stride = scales == 1 ? 0 : 1;
   }
   const int64_t folds = c.chunks_a_part == c.fold ? a.parts : (a.parts + c.fold - 1) / c.fold;
   while (a.log2_lanes < 4 && (int64_t{1} << a.log2_lanes) < folds) {
     ++a.log2_lanes;
   }
-  a.log2_units = log2_of(a.head_dim, "head_dim") - (7 - a.log2_lanes);
+  a.log2_units = log2_of(a.head_dim, kOp, "head_dim") - (7 - a.log2_lanes);
   STD_TORCH_CHECK(a.log2_units >= 0, "segment: a head_dim of ", a.head_dim);
-  a.log2_max_chunks = log2_of(c.max_chunks, "max_chunks");
+  a.log2_max_chunks = log2_of(c.max_chunks, kOp, "max_chunks");
   a.chunk_multiple = static_cast<int>(c.chunk_multiple);
   a.fold = static_cast<int>(c.fold);
-  a.log2_fold = log2_of(c.fold, "fold");
+  a.log2_fold = log2_of(c.fold, kOp, "fold");
   a.chunks_a_part = static_cast<int>(c.chunks_a_part);
-  a.log2_group = log2_of(heads / c.num_kv_heads, "the query heads of a KV head");
+  a.log2_group = log2_of(heads / c.num_kv_heads, kOp, "the query heads of a KV head");
 }
 
 // At most: lanes keep one each.
@@ -139,7 +126,7 @@ void segment(Tensor attended, std::optional<Tensor> partial, std::optional<Tenso
   Segment s;
   Attention& a = s.attention;
   a.attended = attended.const_data_ptr();
-  a.log2_heads = log2_of(heads, "the number of heads");
+  a.log2_heads = log2_of(heads, kOp, "the number of heads");
   a.head_dim = static_cast<int>(head_dim);
   a.rows_each = static_cast<int>(attended.size(1));
   if (partial) {

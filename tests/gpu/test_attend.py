@@ -16,8 +16,6 @@ from real_attention import CONTEXTS, AttentionCase, check_attention
 from mtp_kernels import _attention
 
 OP, IMPLEMENTATION = "draft_attention", "cuda"
-
-
 pytestmark = pytest.mark.skipif(bool(absent()), reason=absent() or "runs")
 
 
@@ -46,11 +44,7 @@ def test_real_sizes(case: AttentionCase) -> None:
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)} requests")
-@pytest.mark.parametrize(
-    "more",
-    OPTIONS,
-    ids=lambda more: ", ".join(more),
-)
+@pytest.mark.parametrize("more", OPTIONS, ids=lambda more: ", ".join(more))
 def test_small_sizes(heads: tuple[int, int, int], lengths: list[int], more: dict[str, Any]) -> None:
     scales = {name: torch.tensor(value, device="cuda") for name, value in more.items() if name.endswith("_scale")}
     args, kwargs = made(heads, lengths, **{**more, **scales})

@@ -54,8 +54,8 @@ def there_and_back(
 ) -> tuple[torch.Tensor, ...]:
     """The op's results on the CPU, computed on the device."""
     with forced(implementation):
-        made = call(op, *(move(a, DEVICE) for a in args), **{name: move(v, DEVICE) for name, v in kwargs.items()})
-    return tuple(r.cpu() for r in as_tuple(made))
+        found = call(op, *(move(a, DEVICE) for a in args), **{name: move(v, DEVICE) for name, v in kwargs.items()})
+    return tuple(r.cpu() for r in as_tuple(found))
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda c: f"{c.name} {c.model} {c.variant} {c.batch} {c.rows} {c.dtype}")

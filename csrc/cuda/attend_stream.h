@@ -1,0 +1,107 @@
+// The keys and values of a block of attend_kernel.h on their way into shared memory.
+#pragma once
+
+#include "attend_units.h"
+
+namespace mtp::cuda {
+namespace {
+
+constexpr int kShareBytes = 8192;  // of a tile's K or V, a warp's: 16 keys x 256 columns, or 32 keys x 128
+
+// Of which a warp has to know at a time: it asks for keys of the last while it reads those of the first.
+__host__ __device__ constexpr int units_ahead(int ring) { return ring <= 4 ? 4 : 8; }
+
+// A warp's shares of the block's tiles on their way: K of a tile, its V, K of the next one. Nothing is before the first
+// tile but a share of values that are not there, behind which the first unit is looked for.
+template <int kRing>
+class Stream {
+ public:
+  __device__ Stream(const Attend& a, int head, Unit* found, const void* ring)
+      : units_(a), found_(found), head_(head), base_(shared_address(ring)) {}
+
+  __device__ __forceinline__ void push_keys(const Attend& a) {
+    __syncwarp();
+    if (more_) {
+      const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+      const auto page = static_cast<uint32_t>(min(max(entry_, int64_t{0}), static_cast<int64_t>(a.num_pages - 1)));
+      at_ = page * a.stride_page + in_page_ * a.stride_slot;
+      seen_ = __ballot_sync(kAll, key_ + lane < end_);
+      const auto* from = reinterpret_cast<const unsigned char*>(
+          static_cast<const bf16*>(a.k) + head_ * a.k_stride_head + warp / 2 * (kAttendDim / 2) + lane * 8);
+      const uint64_t policy = read_once();
+#pragma unroll 8
+      for (int i = 0; i < 16; ++i) {
+        copy_16(base_ + slot_ + i * 512 + ((lane ^ (i & 7)) * 16), from, warp % 2 * 16 + i, policy);
+      }
+    }
+    end_push();
+  }
+
+  __device__ __forceinline__ void push_values(const Attend& a) {
+    __syncwarp();
+    if (more_) {
+      const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+      const auto* from = reinterpret_cast<const unsigned char*>(
+          static_cast<const bf16*>(a.v) + head_ * a.v_stride_head + warp * (kAttendDim / kAttendWarps) + lane % 16 * 8);
+      const uint64_t policy = read_once();
+#pragma unroll 8
+      for (int i = 0; i < 16; ++i) {
+        const int row = 2 * i + lane / 16;
+        copy_16(base_ + slot_ + row * 256 + ((lane % 16 ^ (row & 7)) * 16), from, row, policy);
+      }
+      key_ += kAttendKeys;
+    }
+    if (key_ >= end_ && !ended_) {
+      const Unit unit = units_.find(a);
+      more_ = unit.b >= 0;
+      ended_ = !more_;
+      key_ = unit.begin;
+      end_ = unit.end;
+      if (threadIdx.x % 32 == 0) {
+        found_[count_ % units_ahead(kRing)] = unit;
+      }
+      ++count_;
+    }
+    const unsigned mine = key_ + threadIdx.x % 32;
+    if (mine < end_) {
+      const unsigned index = mine / static_cast<unsigned>(a.page_size);
+      in_page_ = mine - index * a.page_size;
+      entry_ = load_index(a.table, a.table_is_int64, units_.table() + index);
+    }
+    end_push();
+  }
+
+  // Waits for the oldest share; it lies where the next one will.
+  __device__ __forceinline__ uint32_t pop() {
+    wait_for_copies<kRing - 1>();
+    __syncwarp();
+    return base_ + slot_;
+  }
+
+ private:
+  __device__ __forceinline__ void copy_16(uint32_t to, const unsigned char* from, int row, uint64_t policy) {
+    const uint32_t at = __shfl_sync(kAll, at_, row);
+    const int bytes = (seen_ >> row & 1) * 16;  // the others are zeros
+    copy_16_bytes(to, from + static_cast<int64_t>(at) * 16, bytes, policy);
+  }
+
+  __device__ __forceinline__ void end_push() {
+    commit_copies();
+    slot_ = slot_ + kShareBytes == kRing * kShareBytes ? 0 : slot_ + kShareBytes;
+  }
+
+  Units units_;
+  Unit* const found_;  // in shared memory, in turn
+  const int head_;
+  uint32_t base_, slot_ = (kRing - 1) * kShareBytes;
+  int count_ = 0;
+  bool more_ = false, ended_ = false;
+  unsigned key_ = 0, end_ = 0;  // of the unit that is asked for
+  int64_t entry_ = 0;           // of the table, for a lane's key of the next tile
+  uint32_t in_page_ = 0;
+  uint32_t at_ = 0;  // of a lane's key of the tile, in both caches, in units of 8 elements
+  uint32_t seen_ = 0;
+};
+
+}  // namespace
+}  // namespace mtp::cuda

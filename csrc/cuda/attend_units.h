@@ -1,0 +1,125 @@
+// Which keys a block of attend_kernel.h reads, and for whom.
+#pragma once
+
+#include "attend.h"
+#include "chunks.h"
+#include "device.h"
+
+namespace mtp::cuda {
+namespace {
+
+constexpr int kAttendWarps = 4;
+constexpr int kAttendThreads = 32 * kAttendWarps;
+
+__device__ __forceinline__ int64_t load_index(const void* at, bool is_int64, int64_t i) {
+  return is_int64 ? static_cast<const int64_t*>(at)[i] : static_cast<const int32_t*>(at)[i];
+}
+
+// A part of the keys of a request, for one KV head.
+struct Unit {
+  int b, part;  // b: -1 behind the last unit of a block
+  int chunk;    // keys of one
+  unsigned begin, end;
+};
+
+// What a request's queries see.
+struct Visible {
+  int64_t table;  // its first entry
+  int first;      // key
+  int keys;
+  int chunk;  // keys of one
+  int parts;
+};
+
+__device__ __forceinline__ Visible visible_of(const Attend& a, int b) {
+  Visible found;
+  int64_t entries = a.table_size;
+  found.table = b * a.table_stride;
+  if (a.indptr != nullptr) {
+    const int64_t begin = load_index(a.indptr, a.indptr_is_int64, b);
+    const int64_t end = load_index(a.indptr, a.indptr_is_int64, b + 1);
+    found.table = min(max(begin, int64_t{0}), a.table_size);
+    entries = max(min(end, a.table_size) - found.table, int64_t{0});
+  }
+  const int64_t capacity = min(entries * a.page_size, int64_t{0x7fffffff});
+  const auto length = static_cast<int>(min(max(load_index(a.lengths, a.lengths_are_int64, b), int64_t{0}), capacity));
+  found.keys = min(length, a.bound);
+  found.first = length - found.keys;
+  found.chunk = keys_of_chunk(found.keys, a.chunk_weight, a.log2_max_chunks, kAttendKeys);
+  found.parts = min(how_many(how_many(found.keys, found.chunk), a.chunks_a_part), a.parts);
+  return found;
+}
+
+// The units of a block, in their order.
+class Units {
+ public:
+  __device__ explicit Units(const Attend& a) {
+    int total = 0;
+#pragma unroll 1
+    for (int first = (a.batch - 1) / 32 * 32; first >= 0; first -= 32) {
+      upto_ = count(a, first);
+      total += __shfl_sync(kAll, upto_, 31);
+    }
+    const int groups = static_cast<int>(gridDim.x) / a.kv_heads, group = static_cast<int>(blockIdx.x) / a.kv_heads;
+    next_ = static_cast<int>(static_cast<int64_t>(total) * group / groups);
+    left_ = static_cast<int>(static_cast<int64_t>(total) * (group + 1) / groups) - next_;
+  }
+
+  // The next unit; behind the last one b is -1.
+  __device__ __forceinline__ Unit find(const Attend& a) {
+    if (left_ == 0) {
+      return {-1, 0, 0, 0, 0};
+    }
+    if (part_ == parts_) {
+      for (int here; next_ >= (here = __shfl_sync(kAll, upto_, 31));) {
+        next_ -= here;
+        first_ += 32;
+        upto_ = count(a, first_);
+      }
+      const int owner = __ffs(__ballot_sync(kAll, upto_ > next_)) - 1;
+      const int below = __shfl_sync(kAll, upto_, max(owner - 1, 0));
+      b_ = first_ + owner;
+      part_ = next_ - (owner > 0 ? below : 0);
+      const Visible seen = visible_of(a, b_);
+      table_ = seen.table;
+      parts_ = seen.parts;
+      chunk_ = seen.chunk;
+      begin_ = seen.first + static_cast<unsigned>(part_) * (static_cast<unsigned>(chunk_) * a.chunks_a_part);
+      end_ = seen.first + seen.keys;
+    }
+    Unit unit = {b_, part_, chunk_, begin_, begin_ + static_cast<unsigned>(chunk_) * a.chunks_a_part};
+    begin_ = unit.end;
+    unit.end = min(unit.end, end_);
+    ++part_;
+    ++next_;
+    --left_;
+    return unit;
+  }
+
+  // Where the table of the last unit's request begins.
+  __device__ __forceinline__ int64_t table() const { return table_; }
+
+ private:
+  // Parts of 32 requests, a lane each, with those of the lanes below it.
+  static __device__ __forceinline__ int count(const Attend& a, int first) {
+    const int lane = threadIdx.x % 32;
+    int upto = first + lane < a.batch ? visible_of(a, first + lane).parts : 0;
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) {
+      const int more = __shfl_up_sync(kAll, upto, i);
+      upto += lane >= i ? more : 0;
+    }
+    return upto;
+  }
+
+  int next_;       // part, counted from the first of lane 0's request on
+  int left_;       // parts of the block
+  int first_ = 0;  // request of lane 0
+  int upto_ = 0;
+  int b_ = 0, part_ = 0, parts_ = 0, chunk_ = 0;
+  unsigned begin_ = 0, end_ = 0;  // of the next part, and of all the request's keys
+  int64_t table_ = 0;
+};
+
+}  // namespace
+}  // namespace mtp::cuda
