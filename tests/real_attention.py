@@ -7,7 +7,7 @@ that is missed shows. Where a batch would not fit, requests share pages: same ke
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ CONTEXTS = (1, 511, 512, 513, 1024, 1025, 8192, 65536)
 SCALE = 0.003  # of fp8 caches
 MOST_BYTES = 1 << 29  # of the caches of a call; one request may have more
 EPS = 1e-6
+LEAST_QUERIES = 64  # of which the error is the largest
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,30 @@ class AttentionProblem:
 
 
 def check_attention(case: AttentionCase, device: str, implementation: str) -> None:
-    """The op's result is as near to fp64 as plain PyTorch of the same dtype; a request without keys gets zeros."""
+    """The op's result is as near to fp64 as plain PyTorch of the same dtype; a request without keys gets zeros.
+
+    Of few queries there are several draws: an error is the largest of them all. What rounds a loud key's weight decides
+    it, and of four queries plain PyTorch's may all be rounded by little: the fp32 formula's error itself, rounded once,
+    is all of plain PyTorch's then.
+    """
     one = problem(case, device)
-    with forced(implementation):
-        got = call(OP, *one.args, **one.kwargs)
-    check_numerics(got, formula(got.dtype, one), formula(torch.float64, one), atol=1e-6)
-    for keys in one.keys:
-        if keys.length == 0:
-            assert not got[keys.requests].any()
+    found = []
+    for draw in range(max(1, LEAST_QUERIES // (case.batch * case.rows * one.args[0].size(2)))):
+        one = one if draw == 0 else other_queries(one, draw)
+        with forced(implementation):
+            got = call(OP, *one.args, **one.kwargs)
+        for keys in one.keys:
+            if keys.length == 0:
+                assert not got[keys.requests].any()
+        found.append((got, formula(got.dtype, one), formula(torch.float64, one)))
+    check_numerics(*(torch.cat(results) for results in zip(*found)), atol=1e-6)
+
+
+def other_queries(one: AttentionProblem, seed: int) -> AttentionProblem:
+    q, *others = one.args
+    random = torch.Generator(q.device).manual_seed(seed)
+    other = torch.randn(q.shape, generator=random, device=q.device).to(q.dtype)
+    return replace(one, args=(other, *others))
 
 
 def problem(case: AttentionCase, device: str) -> AttentionProblem:
