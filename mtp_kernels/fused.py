@@ -254,7 +254,8 @@ def _segments(
                 normed=normed, centroids=weights.centroids, scores=scores, group_max=group_max, early=drafter.early,
             )
         for launch in launches:
-            drafter.emit(launch.with_early(drafter.early))
+            launch = launch.with_early(drafter.early)
+            drafter.emit(_segment.beside(launch) if layer is weights.layers[0] and batch * rows > 1 else launch)
         drafter.emit(segment)
 
 

@@ -58,6 +58,8 @@ def compile_launch(launch: Any, arch: int) -> Compiled:
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     if launch.early:
         options["launch_pdl"] = True
+    if launch.registers:
+        options["maxnreg"] = launch.registers
     built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers, spills, text = resources(built.asm["ptx"], arch)
     serialized = "wgmma.mma_async instructions are serialized" in text

@@ -26,11 +26,13 @@ class Launch:
     num_stages: int = 1
     early: bool = False  # may start before the kernel in front of it has ended: it calls wait_for_others itself
     in_round: bool = False  # a kernel of a round's, which shares SMs with those in front of it and behind it
+    registers: int = 0  # of a thread at most; 0: as many as the compiler likes
 
     def run(self) -> None:
         """Launch, unless the grid is empty."""
         if all(self.grid):
-            options = {"launch_pdl": True} if self.early else {}
+            options: dict[str, Any] = {"launch_pdl": True} if self.early else {}
+            options |= {"maxnreg": self.registers} if self.registers else {}
             compiled = self.kernel[self.grid](
                 **self.args, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages, **options
             )

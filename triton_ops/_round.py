@@ -85,6 +85,7 @@ def pre(
     block_n, warps = tile(hidden)
     block_k = next((size for size in (128, 64) if backbone % (size * PRE_SPLITS) == 0), 16)
     splits = min(PRE_SPLITS, triton.cdiv(backbone, block_k))
+    each = block_rows(triton.cdiv(rows, 2) if rows <= MOST_SUMMED else rows)
     output = new_partials(state, rows, 2 * splits, hidden)
     args, constants = source_arguments(
         embed, embed_scale, state, token_ids, row_index, parts, ids_out, logprobs_out
@@ -92,10 +93,10 @@ def pre(
     args |= {"weight": weight, "weight_stride": weight.stride(0), "output": output, "num_rows": rows}
     constants |= {
         "N": hidden, "K": backbone, "HALF_SPLITS": splits,
-        "BLOCKS": triton.cdiv(triton.cdiv(backbone, block_k), splits), "BLOCK_M": block_rows(rows),
+        "BLOCKS": triton.cdiv(triton.cdiv(backbone, block_k), splits), "BLOCK_M": each,
         "BLOCK_N": block_n, "BLOCK_K": block_k, "EARLY": early,
     }
-    grid = (_row_blocks(rows), hidden // block_n, 2 * splits)
+    grid = (triton.cdiv(rows, each), hidden // block_n, 2 * splits)
     return Launch(pre_round, grid, args, constants, num_warps=warps, early=early, in_round=True), Pending(output)
 
 
@@ -135,7 +136,9 @@ def norm_linear(
         "other_stride": None if centroids is None else centroids.stride(0), "scores": scores, "group_max": group_max,
     }
     constants |= {"N": columns, "BLOCK_N": block_n, "OTHERS": others, "GROUP": GROUP, "EARLY": early}
-    grid = (_row_blocks(x.shape[0]), (columns + others) // block_n)
+    if x.partials is not None:
+        constants["BLOCK_M"] = 1  # adding a row's splits takes longer than another look at the weights
+    grid = (triton.cdiv(x.shape[0], constants["BLOCK_M"]), (columns + others) // block_n)
     return Launch(norm_linear_round, grid, args, constants, num_warps=warps, early=early, in_round=True)
 
 

@@ -214,7 +214,6 @@ def pre_round(
 
     K is the backbone; the first half of the splits is of the embedding.
     """
-    let_others_start(EARLY)
     dtype: tl.constexpr = weight.dtype.element_ty
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_mask = rows < num_rows
@@ -228,6 +227,9 @@ def pre_round(
     for block in tl.static_range(BLOCKS):
         ws += (tl.load(w_at + (k + block * BLOCK_K)[:, None], mask=(k + block * BLOCK_K < K)[:, None], other=0.0),)
     wait_for_others(EARLY)
+    # Not before: the attention behind this would crowd onto the few SMs that the last kernel of the step before leaves
+    # free, and the segment behind it wait for room.
+    let_others_start(EARLY)
     if in_state:
         at = state_rows(row_index, index_stride, state, state_stride, rows, row_mask, rows_each, prev_rows)
         x_mask = row_mask

@@ -20,6 +20,7 @@ constexpr int kBoundOf = kActive / 16;  // the largest scores of a half warp tha
 static_assert(kBoundOf == 2);
 
 struct Shared {
+  alignas(16) bf16 x[kHeadHidden];
   alignas(16) uint32_t keys[kCentroids + 4];
   int numbers[kCentroids];
   uint32_t bounds[16];
@@ -39,7 +40,7 @@ __device__ __forceinline__ void rank(const float* scores, Shared& shared) {
   uint32_t first = 0, second = 0;
 #pragma unroll
   for (int i = 0; i < kEach; i += 4) {
-    const float4 four = __ldcg(reinterpret_cast<const float4*>(scores + thread * kEach + i));
+    const float4 four = load_fresh(reinterpret_cast<const float4*>(scores + thread * kEach + i));
     keys[i] = key_of(four.x), keys[i + 1] = key_of(four.y), keys[i + 2] = key_of(four.z), keys[i + 3] = key_of(four.w);
   }
 #pragma unroll
@@ -143,7 +144,7 @@ __device__ __forceinline__ void load_unit(const Candidates& c, const Token& toke
 // Parts first, first + kWarps, ... below end, lane l at last with token l. The next part's units come as this one's are
 // used up.
 __device__ __forceinline__ void logits_of_parts(const Candidates& c, int row, int first, int end,
-                                                const uint4 (&x)[kPieces], const Shared& shared) {
+                                                const Shared& shared) {
   const int lane = threadIdx.x % 32;
   uint4 weight[kUnits][kPieces];
   Token token, next;
@@ -167,7 +168,8 @@ __device__ __forceinline__ void logits_of_parts(const Candidates& c, int row, in
       const uint4 none = make_uint4(0, 0, 0, 0);
 #pragma unroll
       for (int j = 0; j < kPieces; ++j) {
-        multiply(y[j % 2], x[j], none, weight[u][j]);
+        const uint4 x = *reinterpret_cast<const uint4*>(&shared.x[j * kPieceDepth + lane % 4 * 8]);
+        multiply(y[j % 2], x, none, weight[u][j]);
       }
       if (more) {
         load_unit(c, next, u, weight[u]);
@@ -203,16 +205,20 @@ __global__ void __launch_bounds__(kThreads, 1) rank_candidates(const __grid_cons
   __shared__ Shared shared;
   let_others_start();
   wait_for_others();
-  const int row = blockIdx.y, lane = threadIdx.x % 32;
-  uint4 x[kPieces];
-#pragma unroll
-  for (int j = 0; j < kPieces; ++j) {
-    const auto* at = static_cast<const bf16*>(c.normed) + row * kHeadHidden + j * kPieceDepth + lane % 4 * 8;
-    x[j] = __ldcg(reinterpret_cast<const uint4*>(at));
+  const int row = blockIdx.y;
+  const bool brings_x = threadIdx.x < kHeadHidden / 8;
+  uint4 x = make_uint4(0, 0, 0, 0);
+  if (brings_x) {
+    x = load_fresh(reinterpret_cast<const uint4*>(static_cast<const bf16*>(c.normed) + row * kHeadHidden) +
+                   threadIdx.x);
   }
   rank(c.scores + static_cast<int64_t>(row) * kCentroids, shared);
+  if (brings_x) {
+    reinterpret_cast<uint4*>(shared.x)[threadIdx.x] = x;
+  }
+  __syncthreads();
   const int parts = kActive * (c.size / kPartTokens) / gridDim.x, first = blockIdx.x * parts;
-  logits_of_parts(c, row, first + threadIdx.x / 32, first + parts, x, shared);
+  logits_of_parts(c, row, first + threadIdx.x / 32, first + parts, shared);
 }
 
 }  // namespace
@@ -224,7 +230,8 @@ int launch_candidates(const Candidates& c, bool early, void* stream) {
     blocks /= 2;
   }
   const dim3 grid(blocks, c.rows);
-  return static_cast<int>(launch_kernel(rank_candidates, c, grid, kThreads, 0, {early}, stream));
+  const cudaError_t error = share_memory(rank_candidates, 0);
+  return static_cast<int>(error ? error : launch_kernel(rank_candidates, c, grid, kThreads, 0, {early}, stream));
 }
 
 }  // namespace mtp::cuda

@@ -31,6 +31,28 @@ __device__ __forceinline__ uint32_t shared_address(const void* at) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(at));
 }
 
+// From L2, what a kernel in front may have written: 2, 8 or 16 bytes. Volatile: the compiler takes __ldcg for an
+// instruction that harms nobody, and runs it ahead of the condition that says whether there is anything to read.
+template <class T>
+__device__ __forceinline__ T load_fresh(const T* at) {
+  static_assert(sizeof(T) == 2 || sizeof(T) == 8 || sizeof(T) == 16);
+  union {
+    T value;
+    uint16_t half;
+    uint32_t words[4];
+  } found;
+  if constexpr (sizeof(T) == 2) {
+    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(found.half) : "l"(at));
+  } else if constexpr (sizeof(T) == 8) {
+    asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(found.words[0]), "=r"(found.words[1]) : "l"(at));
+  } else {
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(found.words[0]), "=r"(found.words[1]), "=r"(found.words[2]), "=r"(found.words[3])
+                 : "l"(at));
+  }
+  return found.value;
+}
+
 __device__ __forceinline__ uint4 load_once(const void* at) {
   uint4 found;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"

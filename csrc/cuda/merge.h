@@ -55,8 +55,8 @@ __device__ __forceinline__ Loaded load_part(const float* stats, const float* par
                                             bool live) {
   Loaded found = {make_float2(-INFINITY, 0.0f), make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
   if (live) {
-    found.stat = __ldcg(reinterpret_cast<const float2*>(stats + part * 2));
-    found.average = __ldcg(reinterpret_cast<const float4*>(partial + part * head_dim));
+    found.stat = load_fresh(reinterpret_cast<const float2*>(stats + part * 2));
+    found.average = load_fresh(reinterpret_cast<const float4*>(partial + part * head_dim));
   }
   return found;
 }
@@ -97,15 +97,15 @@ struct Place {
 };
 
 template <class SharedMemory>
-__device__ __forceinline__ Place place_of(const Segment& s, int unit, const SharedMemory& shared) {
+__device__ __forceinline__ Place place_of(const Segment& s, const Group& group, int unit, const SharedMemory& shared) {
   const Attention& a = s.attention;
   const int lane = threadIdx.x % 32;
-  const int place = unit >> a.log2_units;  // row and head
+  const int place = (unit >> a.log2_units) + (group.first_row << a.log2_heads);  // row and head
   Place found;
   found.row = place >> a.log2_heads;
   found.head = place & ((1 << a.log2_heads) - 1);
   found.d = ((unit & ((1 << a.log2_units) - 1)) << (7 - a.log2_lanes)) + (lane >> a.log2_lanes) * 4;
-  found.chunks = shared.chunks[found.row];
+  found.chunks = shared.chunks[found.row - group.first_row];
   found.partial = a.partial + static_cast<int64_t>(place * a.parts) * a.head_dim + found.d;
   found.stats = a.stats + place * a.parts * 2;
   return found;
@@ -139,10 +139,11 @@ __device__ __forceinline__ void post_unit(const Segment& s, const Place& place, 
 }
 
 template <class SharedMemory>
-__device__ __forceinline__ void merge_chunks(const Segment& s, int unit, uint32_t epoch, const SharedMemory& shared) {
+__device__ __forceinline__ void merge_chunks(const Segment& s, const Group& group, int unit, uint32_t epoch,
+                                             const SharedMemory& shared) {
   const Attention& a = s.attention;
   const int lanes = 1 << a.log2_lanes;
-  const Place place = place_of(s, unit, shared);
+  const Place place = place_of(s, group, unit, shared);
   const int folds = (place.chunks + a.fold - 1) >> a.log2_fold;
   Folded sum;
 #pragma unroll 1
@@ -172,17 +173,17 @@ __device__ __forceinline__ void merge_chunks(const Segment& s, int unit, uint32_
 
 // Attention has folded its chunks. Of many rows a warp has several units, whose loads are in flight together.
 template <int kUnits, class SharedMemory>
-__device__ __forceinline__ void merge_folds(const Segment& s, int first_unit, int units, uint32_t epoch,
-                                            const SharedMemory& shared) {
+__device__ __forceinline__ void merge_folds(const Segment& s, const Group& group, int first_unit, int units,
+                                            uint32_t epoch, const SharedMemory& shared) {
   const Attention& a = s.attention;
   const int lanes = 1 << a.log2_lanes;
-  const int step = kWarps * static_cast<int>(gridDim.x);
+  const int step = kWarps * group.blocks;
   Place places[kUnits];
   Folded sums[kUnits];
   int most = 0;
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
-    places[u] = place_of(s, min(first_unit + u * step, units - 1), shared);
+    places[u] = place_of(s, group, min(first_unit + u * step, units - 1), shared);
     most = max(most, (places[u].chunks + a.fold - 1) >> a.log2_fold);
   }
 #pragma unroll 1
@@ -207,36 +208,37 @@ __device__ __forceinline__ void merge_folds(const Segment& s, int first_unit, in
 }
 
 // Where one part was all, attention has its result already.
-__device__ __forceinline__ void pass_on(const Segment& s, int unit, uint32_t epoch) {
+__device__ __forceinline__ void pass_on(const Segment& s, const Group& group, int unit, uint32_t epoch) {
   const int lane = threadIdx.x % 32;
   if (lane < 2) {
-    const int64_t at = static_cast<int64_t>(unit) * 8 + lane * 4;
-    const uint2 found = __ldcg(reinterpret_cast<const uint2*>(static_cast<const bf16*>(s.attention.attended) + at));
+    const int64_t at = static_cast<int64_t>(group.first_row) * s.attended_columns + unit * 8 + lane * 4;
+    const uint2 found = load_fresh(reinterpret_cast<const uint2*>(static_cast<const bf16*>(s.attention.attended) + at));
     post(s.mail_attended + at / 2, word(found.x, epoch), word(found.y, epoch));
   }
 }
 
 // kUnits: of a warp at a time, where attention has folded its chunks.
 template <int kUnits, class SharedMemory>
-__device__ __forceinline__ void merge(const Segment& s, uint32_t epoch, const SharedMemory& shared) {
+__device__ __forceinline__ void merge(const Segment& s, const Group& group, uint32_t epoch,
+                                      const SharedMemory& shared) {
   const Attention& a = s.attention;
   const bool merges = a.partial != nullptr;
   const bool folded = a.chunks_a_part == a.fold;
-  const int units = s.rows * s.attended_columns >> (merges ? 7 - a.log2_lanes : 3);
-  const int first = blockIdx.x + threadIdx.x / 32 * gridDim.x, step = kWarps * gridDim.x;
+  const int units = group.rows * s.attended_columns >> (merges ? 7 - a.log2_lanes : 3);
+  const int first = group.block + static_cast<int>(threadIdx.x) / 32 * group.blocks, step = kWarps * group.blocks;
   if (merges && folded) {
 #pragma unroll 1
     for (int unit = first; unit < units; unit += kUnits * step) {
-      merge_folds<kUnits>(s, unit, units, epoch, shared);
+      merge_folds<kUnits>(s, group, unit, units, epoch, shared);
     }
     return;
   }
 #pragma unroll 1
   for (int unit = first; unit < units; unit += step) {
     if (merges) {
-      merge_chunks(s, unit, epoch, shared);
+      merge_chunks(s, group, unit, epoch, shared);
     } else {
-      pass_on(s, unit, epoch);
+      pass_on(s, group, unit, epoch);
     }
   }
 }

@@ -6,7 +6,7 @@
 
 namespace mtp::cuda {
 
-// What becomes of x in each half of a layer.
+// What becomes of x in each half of a layer. Rows are those of the group.
 struct Step {
   const uint64_t* from;  // what is normed and added to it
   const bf16* residual;  // x before it where it comes from memory, else null
@@ -25,37 +25,49 @@ __device__ __forceinline__ float added(float x, float more, float scale, float n
   return rounded(__fmaf_rn(more * scale, norm, x) * scalar);
 }
 
-// x = (x + rmsnorm(mail) * norm) * scalar, rounded, of one row, a thread a column; then `keep(x, normed)` with its own
-// norm. Squares are added over 32 columns as a tree, and these sums in order.
-template <int kRows, class Keep>
-__device__ __forceinline__ void take_row(const Segment& s, const Step& step, uint32_t epoch, int row, float& x,
-                                         Shared<kRows>& shared, Keep keep) {
+// x = (x + rmsnorm(mail) * norm) * scalar, rounded, of kCount rows from `first` on, of which those before `end` are
+// there, a thread a column of each; then `keep(row, x, normed)` with their own norm. Squares are added over 32 columns
+// as a tree, and these sums in order.
+template <int kCount, int kRows, class Keep>
+__device__ __forceinline__ void take_rows(const Segment& s, const Step& step, uint32_t epoch, int first, int end,
+                                          float (&x)[kCount], Shared<kRows>& shared, Keep keep) {
   const int column = threadIdx.x;
   if (step.residual != nullptr) {
-    x = __bfloat162float(__ldcg(step.residual + row * kHidden + column));
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      x[i] = first + i < end ? __bfloat162float(load_fresh(step.residual + (first + i) * kHidden + column)) : 0.0f;
+    }
   }
-  float more[1];
-  receive_each<1>(more, epoch, [](int) { return true; }, [&](int) { return step.from + row * kHidden + column; });
+  float more[kCount];
+  receive_each<kCount>(
+      more, epoch, [&](int i) { return first + i < end; },
+      [&](int i) { return step.from + (first + i) * kHidden + column; });
 #pragma unroll
   for (int turn = 0; turn < 2; ++turn) {
-    const float value = turn == 0 ? more[0] : x;
-    const float squares = warp_sum(value * value);
-    if (threadIdx.x % 32 == 0) {
-      shared.squares[turn][threadIdx.x / 32] = squares;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float value = turn == 0 ? more[i] : x[i];
+      const float squares = warp_sum(value * value);
+      if (threadIdx.x % 32 == 0) {
+        shared.squares[turn][i][threadIdx.x / 32] = squares;
+      }
     }
     __syncthreads();
     const float norm = __bfloat162float(shared.norms[turn == 0 ? step.after : step.before][column]);
-    float sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < kWarps; w += 4) {
-      const float4 four = *reinterpret_cast<const float4*>(&shared.squares[turn][w]);
-      sum = sum + four.x + four.y + four.z + four.w;
-    }
-    const float scale = rms_scale(sum, s.eps);
-    if (turn == 0) {
-      x = added(x, more[0], scale, norm, step.scalar);
-    } else {
-      keep(x, __float2bfloat16(x * scale * norm));
+    for (int i = 0; i < kCount; ++i) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int w = 0; w < kWarps; w += 4) {
+        const float4 four = *reinterpret_cast<const float4*>(&shared.squares[turn][i][w]);
+        sum = sum + four.x + four.y + four.z + four.w;
+      }
+      const float scale = rms_scale(sum, s.eps);
+      if (turn == 0) {
+        x[i] = added(x[i], more[i], scale, norm, step.scalar);
+      } else {
+        keep(first + i, x[i], __float2bfloat16(x[i] * scale * norm));
+      }
     }
   }
 }
@@ -63,15 +75,15 @@ __device__ __forceinline__ void take_row(const Segment& s, const Step& step, uin
 // The same of as many rows as there are warps, a warp a row, whose lanes have a column of each 32: nobody waits for
 // another warp. Sums are added in the same order.
 template <int kRows, class Keep>
-__device__ __forceinline__ void take_row_of_warp(const Segment& s, const Step& step, uint32_t epoch, float (&x)[kWarps],
-                                                 const Shared<kRows>& shared, Keep keep) {
+__device__ __forceinline__ void take_row_of_warp(const Segment& s, const Step& step, uint32_t epoch, int rows,
+                                                 float (&x)[kWarps], const Shared<kRows>& shared, Keep keep) {
   static_assert(kHidden == kWarps * 32 && kRows == kWarps);
   const int row = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const bool live = row < s.rows;
+  const bool live = row < rows;
   if (step.residual != nullptr) {
 #pragma unroll
     for (int k = 0; k < kWarps; ++k) {
-      x[k] = live ? __bfloat162float(__ldcg(step.residual + row * kHidden + k * 32 + lane)) : 0.0f;
+      x[k] = live ? __bfloat162float(load_fresh(step.residual + row * kHidden + k * 32 + lane)) : 0.0f;
     }
   }
   float more[kWarps];
@@ -112,33 +124,32 @@ __device__ __forceinline__ void leave(const Segment& s, int at, float x, bf16 no
   }
 }
 
-// Every block needs all normed rows: each computes few of them for itself; of many, a block computes one and posts it.
+// Every block needs all normed rows of its group: each computes few of them for itself; of many, a block computes one
+// and posts it.
 template <int kRows>
-__device__ __forceinline__ void take_in(const Segment& s, const Step& step, uint32_t epoch,
+__device__ __forceinline__ void take_in(const Segment& s, const Group& group, const Step& step, uint32_t epoch,
                                         float (&x)[Shared<kRows>::kHeld], Shared<kRows>& shared) {
   const auto keep_here = [&](int row, int column, float value, bf16 normed) {
     shared.normed[row][column] = normed;
-    if (step.last && row < s.rows && row == static_cast<int>(blockIdx.x)) {
-      leave(s, row * kHidden + column, value, normed);
+    if (step.last && row < group.rows && row == group.block) {
+      leave(s, (group.first_row + row) * kHidden + column, value, normed);
     }
   };
-  if constexpr (kRows == 1) {
-    take_row(s, step, epoch, 0, x[0], shared,
-             [&](float value, bf16 normed) { keep_here(0, threadIdx.x, value, normed); });
+  if constexpr (kRows <= kRowsOfAThread) {
+    take_rows(s, step, epoch, 0, group.rows, x, shared,
+              [&](int row, float value, bf16 normed) { keep_here(row, threadIdx.x, value, normed); });
   } else if constexpr (kRows == kWarps) {
-    take_row_of_warp(s, step, epoch, x, shared, keep_here);
+    take_row_of_warp(s, step, epoch, group.rows, x, shared, keep_here);
   } else {
-    const int row = blockIdx.x;
-    if (row < s.rows) {
-      take_row(s, step, epoch, row, x[0], shared, [&](float value, bf16 normed) {
-        const int at = row * kHidden + threadIdx.x;
+    if (group.block < group.rows) {
+      take_rows(s, step, epoch, group.block, group.rows, x, shared, [&](int row, float value, bf16 normed) {
         const float one = __bfloat162float(normed);
         const float two = __shfl_down_sync(kAll, one, 1);
         if (threadIdx.x % 2 == 0) {
-          post(step.normed + at / 2, word(pack(one, two), epoch));
+          post(step.normed + (row * kHidden + threadIdx.x) / 2, word(pack(one, two), epoch));
         }
         if (step.last) {
-          leave(s, at, value, normed);
+          leave(s, (group.first_row + row) * kHidden + threadIdx.x, value, normed);
         }
       });
     }
@@ -146,7 +157,8 @@ __device__ __forceinline__ void take_in(const Segment& s, const Step& step, uint
     uint32_t words[2 * kPairs];
     const auto at = [](int k) { return (k * kThreads + static_cast<int>(threadIdx.x)) * 4; };
     receive<kPairs>(
-        words, epoch, [&](int k) { return at(k) < s.rows * kHidden; }, [&](int k) { return step.normed + at(k) / 2; });
+        words, epoch, [&](int k) { return at(k) < group.rows * kHidden; },
+        [&](int k) { return step.normed + at(k) / 2; });
 #pragma unroll
     for (int k = 0; k < kPairs; ++k) {
       auto* to = &shared.normed[at(k) / kHidden][at(k) % kHidden];

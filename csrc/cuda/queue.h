@@ -12,21 +12,35 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kQuad = 4;   // pieces that a thread queues, waits for and multiplies at a time
 constexpr int kQuads = 4;  // that are on the way
 
-// Which units of a product are a block's, and which of those a warp's.
-__device__ __forceinline__ int first_of_block(const Product& p) {
-  const int block = static_cast<int>(blockIdx.x) - p.first_block;
-  return block < 0 ? block + static_cast<int>(gridDim.x) : block;
+// Some of the rows, and the blocks that take them from the first product to the last and ask no other's.
+struct Group {
+  int first_row, rows;
+  int block, blocks;  // this one's number in the group, and how many there are
+  int number;
+};
+
+__device__ __forceinline__ Group group_of(const Segment& s) {
+  const int number = static_cast<int>(blockIdx.x) / s.group_blocks;
+  const int first = number * s.group_rows;
+  return {first, min(s.group_rows, s.rows - first), static_cast<int>(blockIdx.x) - number * s.group_blocks,
+          s.group_blocks, number};
 }
 
-__device__ __forceinline__ int units_of_block(const Product& p) {
-  return p.units_each + (first_of_block(p) < p.units_more ? 1 : 0);
+// Which units of a product are a block's, and which of those a warp's.
+__device__ __forceinline__ int first_of_block(const Product& p, const Group& group) {
+  const int block = group.block - p.first_block;
+  return block < 0 ? block + group.blocks : block;
+}
+
+__device__ __forceinline__ int units_of_block(const Product& p, const Group& group) {
+  return p.units_each + (first_of_block(p, group) < p.units_more ? 1 : 0);
 }
 
 __device__ __forceinline__ int first_of_warp(const Product& p) {
   return (static_cast<int>(threadIdx.x) / 32 + kWarps - p.first_warp) % kWarps;
 }
 
-// Of few rows, two units of gate and up at a time are all warps': which of the two units is a warp's, which of its
+// Of one row, two units of gate and up at a time are all warps': which of the two units is a warp's, which of its
 // matrices, and which half of the depth.
 __device__ __forceinline__ int unit_of_quarter() { return static_cast<int>(threadIdx.x) / 128; }
 
@@ -41,22 +55,19 @@ struct Runs {
   int64_t stride = 0;
   int pieces = 0;
 
-  __device__ explicit Runs(const Segment& s) {
+  __device__ Runs(const Segment& s, const Group& group) {
     int run = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
 #pragma unroll 1
     for (int i = 0; i < s.num_products; ++i) {
       const Product& p = s.products[i];
-      const int units = units_of_block(p);
+      const int units = units_of_block(p, group);
       const int first = p.quartered ? unit_of_quarter() : p.shared ? 0 : first_of_warp(p);
       const int log2_step = p.quartered ? 1 : p.shared ? 0 : kLog2Warps;
       const int log2_sides = p.second != 0 && !p.quartered ? 1 : 0;
       const int here = units > first ? ((units - first + (1 << log2_step) - 1) >> log2_step) << log2_sides : 0;
       if (run >= 0 && run < here) {
-        int unit = first_of_block(p) + (first + (run >> log2_sides << log2_step)) * static_cast<int>(gridDim.x);
-        if (unit >= p.column_units) {
-          unit %= p.column_units;
-        }
+        const int unit = first_of_block(p, group) + (first + (run >> log2_sides << log2_step)) * group.blocks;
         stride = p.stride;
         pieces = p.quartered ? kQuad : p.pieces;
         at = static_cast<const bf16*>(p.weight) + static_cast<int64_t>(unit) * kUnitColumns * stride;
@@ -83,7 +94,8 @@ struct Queue {
   int run = -1;
   int left = 0;
 
-  __device__ Queue(const Segment& s, const void* ring) : runs(s), base(shared_address(ring) + threadIdx.x * 16) {
+  __device__ Queue(const Segment& s, const Group& group, const void* ring)
+      : runs(s, group), base(shared_address(ring) + threadIdx.x * 16) {
 #pragma unroll 1
     for (int i = 0; i < kQuads; ++i) {
       push();

@@ -3,7 +3,8 @@
 //
 // At a hidden size of 256 a launch of its own for each product costs more than its arithmetic. Nothing waits for the
 // grid here: blocks look for the words that they need (mail.h). So all blocks must be resident at a time: the grid is
-// at most one block an SM, and the launch is cooperative.
+// at most one block an SM, and the launch is cooperative. Of more rows than one the blocks are up to four groups, each
+// of which has some of the rows and nothing to ask of the others: a block then waits for the words of few rows alone.
 //
 // A product is y[row, n] = x[row, :] . weight[n, :]. Eight columns n are a unit: the N of one tensor core instruction,
 // whose M are up to 16 rows. Columns of the depth are dealt to lanes in another order than the instruction's, the same
@@ -28,51 +29,56 @@ namespace {
 
 // Four pieces of weights times those columns of x [rows, stride] in shared memory.
 template <int kRows>
-__device__ __forceinline__ void multiply_all(float (&y)[tiles(kRows)][kSums][4], const bf16* x, int stride,
+__device__ __forceinline__ void multiply_all(float (&y)[kSums][4], const bf16* x, int stride,
                                              const uint4 (&weight)[kQuad]) {
 #pragma unroll
-  for (int tile = 0; tile < tiles(kRows); ++tile) {
+  for (int j = 0; j < kQuad; ++j) {
+    const bf16* at = x + j * kPieceDepth + threadIdx.x % 4 * 8;
+    const uint4 one = *reinterpret_cast<const uint4*>(at + row_of_lane<kRows>(0) * stride);
+    uint4 two = make_uint4(0, 0, 0, 0);
+    if (kRows > 8) {
+      two = *reinterpret_cast<const uint4*>(at + row_of_lane<kRows>(1) * stride);
+    }
+    multiply(y[j % kSums], one, two, weight[j]);
+  }
+}
+
+// A warp's sums, to where the block adds those of its warps.
+template <int kRows>
+__device__ __forceinline__ void set_down(const float (&y)[kSums][4], float (&sums)[kRows][kUnitColumns]) {
+  const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int j = 0; j < kQuad; ++j) {
-      const bf16* at = x + j * kPieceDepth + threadIdx.x % 4 * 8;
-      const uint4 one = *reinterpret_cast<const uint4*>(at + row_of_lane<kRows>(tile, 0) * stride);
-      uint4 two = make_uint4(0, 0, 0, 0);
-      if (kRows > 8) {
-        two = *reinterpret_cast<const uint4*>(at + row_of_lane<kRows>(tile, 1) * stride);
-      }
-      multiply(y[tile][j % kSums], one, two, weight[j]);
+  for (int half = 0; half < (kRows > 8 ? 2 : 1); ++half) {
+    if (lane / 4 < kRows) {
+      auto* to = reinterpret_cast<float2*>(&sums[row_of_lane<kRows>(half)][lane % 4 * 2]);
+      *to = make_float2(total(y, half * 2), total(y, half * 2 + 1));
     }
   }
 }
 
 // x from the mail [rows, depth / 2], the depth shared by the warps of a block; y goes to the mail [rows, hidden].
 template <int kRows>
-__device__ __forceinline__ void project_split(const Segment& s, const Product& p, const uint64_t* from, uint64_t* to,
+__device__ __forceinline__ void project_split(const Group& group, const Product& p, const uint64_t* from, uint64_t* to,
                                               uint32_t epoch, Queue& queue, Shared<kRows>& shared) {
-  using Memory = Shared<kRows>;
-  constexpr int kSplitRows = Memory::kSplitRows, kColumns = Memory::kColumns, kStride = kColumns + kPad;
-  constexpr int kPairs = kSplitRows * kColumns / 4 / 32;  // of words, a lane
+  constexpr int kColumns = Shared<kRows>::kColumns, kStride = kColumns + kPad;
+  constexpr int kPairs = kRows * kColumns / 4 / 32;  // of words, a lane
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int share = p.pieces * kPieceDepth;
   const int depth = share * kWarps;
   auto& mine = shared.warps[warp];
-  const int count = units_of_block(p);
+  const int count = units_of_block(p, group);
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
-    const int unit = first_of_block(p) + i * static_cast<int>(gridDim.x);
-    const int first_row = kRows > kSplitRows ? unit / p.column_units * kSplitRows : 0;
-    const int n = (kRows > kSplitRows ? unit % p.column_units : unit) * kUnitColumns;
-    const int rows = min(s.rows - first_row, kSplitRows);
-    float y[tiles(kSplitRows)][kSums][4] = {};
+    float y[kSums][4] = {};
 #pragma unroll 1
     for (int begin = 0; begin < share; begin += kColumns) {
-      const uint64_t* at = from + (first_row * depth + warp * share + begin) / 2;
+      const uint64_t* at = from + (warp * share + begin) / 2;
       uint32_t words[2 * kPairs];
       const auto row = [&](int k) { return (k * 32 + lane) / (kColumns / 4); };
       const auto column = [&](int k) { return (k * 32 + lane) % (kColumns / 4) * 4; };
       receive<kPairs>(
-          words, epoch, [&](int k) { return row(k) < rows && begin + column(k) < share; },
+          words, epoch, [&](int k) { return row(k) < group.rows && begin + column(k) < share; },
           [&](int k) { return at + (row(k) * depth + column(k)) / 2; });
       __syncwarp();  // the columns before are read until here
 #pragma unroll
@@ -84,22 +90,13 @@ __device__ __forceinline__ void project_split(const Segment& s, const Product& p
       for (int c = 0; c < kColumns && begin + c < share; c += kQuad * kPieceDepth) {
         uint4 weight[kQuad];
         queue.pop(weight);
-        multiply_all<kSplitRows>(y, &mine.x[0][c], kStride, weight);
+        multiply_all<kRows>(y, &mine.x[0][c], kStride, weight);
       }
     }
     __syncwarp();  // what follows lies where x did
-#pragma unroll
-    for (int tile = 0; tile < tiles(kSplitRows); ++tile) {
-#pragma unroll
-      for (int half = 0; half < (kSplitRows > 8 ? 2 : 1); ++half) {
-        if (kSplitRows > 1 || lane < 4) {
-          float* sums = &mine.sums[row_of_lane<kSplitRows>(tile, half)][lane % 4 * 2];
-          *reinterpret_cast<float2*>(sums) = make_float2(total(y[tile], half * 2), total(y[tile], half * 2 + 1));
-        }
-      }
-    }
+    set_down(y, mine.sums);
     __syncthreads();
-    if (static_cast<int>(threadIdx.x) < rows * 4) {
+    if (static_cast<int>(threadIdx.x) < group.rows * 4) {
       const int row = threadIdx.x / 4, column = threadIdx.x % 4 * 2;
       float2 sum = *reinterpret_cast<const float2*>(&shared.warps[0].sums[row][column]);
 #pragma unroll
@@ -108,8 +105,8 @@ __device__ __forceinline__ void project_split(const Segment& s, const Product& p
         sum.x += more.x;
         sum.y += more.y;
       }
-      uint64_t* at = to + (first_row + row) * kHidden + n + column;
-      post(at, word(__float_as_uint(sum.x), epoch), word(__float_as_uint(sum.y), epoch));
+      const int n = (first_of_block(p, group) + i * group.blocks) * kUnitColumns + column;
+      post(to + row * kHidden + n, word(__float_as_uint(sum.x), epoch), word(__float_as_uint(sum.y), epoch));
     }
     __syncthreads();
   }
@@ -117,47 +114,45 @@ __device__ __forceinline__ void project_split(const Segment& s, const Product& p
 
 // Products of the normed rows, a unit a warp. The halves of the depth are summed apart, as where they are two warps'.
 template <int kRows>
-__device__ __forceinline__ void project(const Segment& s, int number, uint32_t epoch, Queue& queue,
-                                        Shared<kRows>& shared) {
+__device__ __forceinline__ void project(const Segment& s, const Group& group, int number, uint64_t* inner,
+                                        uint32_t epoch, Queue& queue, Shared<kRows>& shared) {
   const Product& p = s.products[number];
   const int lane = threadIdx.x % 32;
-  const int count = units_of_block(p);
+  const int count = units_of_block(p, group);
   const int columns = p.columns;
 #pragma unroll 1
   for (int i = first_of_warp(p); i < count; i += kWarps) {
-    float y[tiles(kRows)][4], gate[tiles(kRows)][4];
+    float y[4], gate[4];
 #pragma unroll 1
     for (int side = 0; side < (p.second != 0 ? 2 : 1); ++side) {
 #pragma unroll 1
       for (int half = 0; half < kHalves; ++half) {
-        float sums[tiles(kRows)][kSums][4] = {};
+        float sums[kSums][4] = {};
         uint4 weight[kQuad];
         queue.pop(weight);
         multiply_all<kRows>(sums, &shared.normed[0][half * kHalfDepth], kHidden + kPad, weight);
 #pragma unroll
-        for (int tile = 0; tile < tiles(kRows); ++tile) {
-#pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            gate[tile][k] = half == 0 ? y[tile][k] : gate[tile][k];
-            y[tile][k] = half == 0 ? total(sums[tile], k) : y[tile][k] + total(sums[tile], k);
-          }
+        for (int k = 0; k < 4; ++k) {
+          gate[k] = half == 0 ? y[k] : gate[k];
+          y[k] = half == 0 ? total(sums, k) : y[k] + total(sums, k);
         }
       }
     }
-    const int n = (first_of_block(p) + i * static_cast<int>(gridDim.x)) * kUnitColumns + lane % 4 * 2;
+    const int n = (first_of_block(p, group) + i * group.blocks) * kUnitColumns + lane % 4 * 2;
 #pragma unroll
-    for (int group = 0; group < (kRows + 7) / 8; ++group) {
-      const int row = group * 8 + lane / 4, tile = group / 2, k = group % 2 * 2;
-      float one = y[tile][k], two = y[tile][k + 1];
-      const int64_t at = static_cast<int64_t>(row) * columns + n;
+    for (int half = 0; half < (kRows > 8 ? 2 : 1); ++half) {
+      const int row = half * 8 + lane / 4, k = half * 2;
+      const bool live = row < group.rows;
+      float one = y[k], two = y[k + 1];
+      const int64_t at = static_cast<int64_t>(group.first_row + row) * columns + n;
       if (number == kGateUp) {
-        one *= gelu_tanh(gate[tile][k]);
-        two *= gelu_tanh(gate[tile][k + 1]);
-        if (row < s.rows) {
-          post(s.mail_inner + at / 2, word(pack(one, two), epoch));
+        one *= gelu_tanh(gate[k]);
+        two *= gelu_tanh(gate[k + 1]);
+        if (live) {
+          post(inner + (row * columns + n) / 2, word(pack(one, two), epoch));
         }
       } else if (number == kNext) {
-        if (row < s.rows) {
+        if (live) {
           *reinterpret_cast<uint32_t*>(static_cast<bf16*>(s.output) + at) = pack(one, two);
         }
       } else {
@@ -166,7 +161,7 @@ __device__ __forceinline__ void project(const Segment& s, int number, uint32_t e
         float largest = fmaxf(one, two);
         largest = fmaxf(largest, __shfl_xor_sync(kAll, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(kAll, largest, 2));
-        if (row < s.rows) {
+        if (live) {
           *reinterpret_cast<float2*>(s.scores + at) = make_float2(one, two);
           s.group_max[at / kUnitColumns] = largest;
         }
@@ -175,54 +170,48 @@ __device__ __forceinline__ void project(const Segment& s, int number, uint32_t e
   }
 }
 
-// The gated activations of few rows: each warp has half the depth of one matrix of one of two units.
-template <int kRows>
-__device__ __forceinline__ void project_quarters(const Segment& s, uint32_t epoch, Queue& queue,
-                                                 Shared<kRows>& shared) {
+// The gated activations of one row: each warp has half the depth of one matrix of one of two units.
+__device__ __forceinline__ void project_quarters(const Segment& s, const Group& group, uint64_t* inner, uint32_t epoch,
+                                                 Queue& queue, Shared<1>& shared) {
   const Product& p = s.products[kGateUp];
-  const int lane = threadIdx.x % 32;
-  const int count = units_of_block(p);
+  const int count = units_of_block(p, group);
 #pragma unroll 1
   for (int i = 0; i < count; i += 2) {
     if (i + unit_of_quarter() < count) {
-      float sums[1][kSums][4] = {};
+      float sums[kSums][4] = {};
       uint4 weight[kQuad];
       queue.pop(weight);
-      multiply_all<kRows>(sums, &shared.normed[0][half_of_quarter() * kHalfDepth], kHidden + kPad, weight);
-      if (kRows > 1 || lane < 4) {
-        float* to = &shared.warps[threadIdx.x / 32].sums[row_of_lane<kRows>(0, 0)][lane % 4 * 2];
-        *reinterpret_cast<float2*>(to) = make_float2(total(sums[0], 0), total(sums[0], 1));
-      }
+      multiply_all<1>(sums, &shared.normed[0][half_of_quarter() * kHalfDepth], kHidden + kPad, weight);
+      set_down(sums, shared.warps[threadIdx.x / 32].sums);
     }
     __syncthreads();
-    const int row = threadIdx.x / 8, unit = threadIdx.x / 4 % 2, column = threadIdx.x % 4 * 2;
-    if (row < s.rows && i + unit < count) {
+    const int unit = threadIdx.x / 4, column = threadIdx.x % 4 * 2;
+    if (unit < 2 && i + unit < count) {
       const auto both_halves = [&](int side) {
         const auto* const halves = &shared.warps[unit * 4 + side * 2];
-        const float2 one = *reinterpret_cast<const float2*>(&halves[0].sums[row][column]);
-        const float2 two = *reinterpret_cast<const float2*>(&halves[1].sums[row][column]);
+        const float2 one = *reinterpret_cast<const float2*>(&halves[0].sums[0][column]);
+        const float2 two = *reinterpret_cast<const float2*>(&halves[1].sums[0][column]);
         return make_float2(one.x + two.x, one.y + two.y);
       };
       const float2 gate = both_halves(0), up = both_halves(1);
-      const int n = (first_of_block(p) + (i + unit) * static_cast<int>(gridDim.x)) * kUnitColumns + column;
-      post(s.mail_inner + (static_cast<int64_t>(row) * p.columns + n) / 2,
-           word(pack(gelu_tanh(gate.x) * up.x, gelu_tanh(gate.y) * up.y), epoch));
+      const int n = (first_of_block(p, group) + (i + unit) * group.blocks) * kUnitColumns + column;
+      post(inner + n / 2, word(pack(gelu_tanh(gate.x) * up.x, gelu_tanh(gate.y) * up.y), epoch));
     }
     __syncthreads();
   }
 }
 
-// Registers of a thread, of which there are 65536 an SM: a block of 8 rows leaves what two programs of a sliding
-// layer's attention take (96 a thread), so that each may start while the other still runs. GPUs before sm_90 start none
-// early.
+// Registers of a thread, of which there are 65536 an SM: a block leaves what a block of 4 warps of the next attention
+// takes (168 a thread), so that each may start while the other still runs. GPUs before sm_90 start none early.
 #if __CUDA_ARCH__ >= 900
-constexpr int kRegistersOf8Rows = 160;
+constexpr int kMostRegisters = 168;
 #else
-constexpr int kRegistersOf8Rows = 255;
+constexpr int kMostRegisters = 255;
 #endif
 
-template <int kRows>
-__global__ void __maxnreg__(kRows == 8 ? kRegistersOf8Rows : 255) run_segment(const __grid_constant__ Segment s) {
+// kRows: of a group, rounded up. kAlone: it is the only one, of one row.
+template <int kRows, bool kAlone>
+__global__ void __maxnreg__(kMostRegisters) run_segment(const __grid_constant__ Segment s) {
   extern __shared__ __align__(16) unsigned char memory[];
   auto& shared = *reinterpret_cast<Shared<kRows>*>(memory);
   let_others_start();
@@ -235,10 +224,11 @@ __global__ void __maxnreg__(kRows == 8 ? kRegistersOf8Rows : 255) run_segment(co
     elements[i] = static_cast<const bf16*>(norms[i])[threadIdx.x];
   }
   const float scalar = s.layer_scalar == nullptr ? 1.0f : __bfloat162float(*static_cast<const bf16*>(s.layer_scalar));
+  const Group group = group_of(s);
   const Attention& a = s.attention;
-  const bool counts = static_cast<int>(threadIdx.x) < s.rows && a.partial != nullptr;
-  const int64_t length = counts ? length_of(a, threadIdx.x) : 0;
-  Queue queue(s, memory + sizeof(shared));
+  const bool counts = static_cast<int>(threadIdx.x) < group.rows && a.partial != nullptr;
+  const int64_t length = counts ? length_of(a, group.first_row + threadIdx.x) : 0;
+  Queue queue(s, group, memory + sizeof(shared));
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     shared.norms[i][threadIdx.x] = elements[i];
@@ -248,36 +238,42 @@ __global__ void __maxnreg__(kRows == 8 ? kRegistersOf8Rows : 255) run_segment(co
   }
   __syncthreads();
   wait_for_others();
-  uint32_t epoch = *static_cast<volatile uint32_t*>(s.epoch) + 1;
+  uint32_t epoch = static_cast<uint32_t>(*static_cast<volatile uint64_t*>(s.epochs + group.number)) + 1;
   epoch += epoch == 0;  // that of words which nobody has written yet
 
-  merge<kRows <= 1 ? 1 : kRows <= 8 ? 2 : 4>(s, epoch, shared);
+  uint64_t* const attended = s.mail_attended + group.first_row * s.attended_columns / 2;
+  uint64_t* const inner = s.mail_inner + group.first_row * s.inner_columns / 2;
+  merge<kRows <= 1 ? 1 : kRows <= 2 ? 2 : 4>(s, group, epoch, shared);
   float x[Shared<kRows>::kHeld];
 #pragma unroll 1
   for (int half = 0; half < 2; ++half) {
     const bool last = half == 1;
-    uint64_t* const mail = last ? s.mail_down : s.mail_o;
-    const uint64_t* const from = last ? s.mail_inner : s.mail_attended;
-    project_split(s, s.products[last ? kDown : kOutput], from, mail, epoch, queue, shared);
+    const int at = group.first_row * kHidden;
+    uint64_t* const mail = (last ? s.mail_down : s.mail_o) + at;
+    project_split(group, s.products[last ? kDown : kOutput], last ? inner : attended, mail, epoch, queue, shared);
     __syncthreads();  // the rows of the half before are read until here
-    Step step{mail, nullptr, s.mail_normed + s.rows * kHidden / 2, kPostFeedforward, kNextNorm, scalar, true};
+    uint64_t* const normed = s.mail_normed + at / 2;
+    Step step{mail, nullptr, normed + s.rows * kHidden / 2, kPostFeedforward, kNextNorm, scalar, true};
     if (!last) {
-      step = {mail, static_cast<const bf16*>(s.residual), s.mail_normed, kPostAttention, kPreFeedforward, 1.0f, false};
+      step = {mail, static_cast<const bf16*>(s.residual) + at, normed, kPostAttention, kPreFeedforward, 1.0f, false};
     }
-    take_in(s, step, epoch, x, shared);
-    if (last && blockIdx.x == 0 && threadIdx.x == 0) {
-      *static_cast<volatile uint32_t*>(s.epoch) =
-          epoch;  // every block had to read it before a row of this mail was full
+    take_in(s, group, step, epoch, x, shared);
+    if (last && group.block == 0 && threadIdx.x < kMostGroups) {
+      // Every block of the group had to read it before a row of this mail was full. Groups that are not there keep up.
+      const int number = threadIdx.x;
+      if (number == group.number || (group.number == 0 && number * s.group_blocks >= static_cast<int>(gridDim.x))) {
+        *static_cast<volatile uint64_t*>(s.epochs + number) = epoch;
+      }
     }
-    if constexpr (kRows <= 8) {
+    if constexpr (kAlone) {
       if (!last) {
-        project_quarters(s, epoch, queue, shared);
+        project_quarters(s, group, inner, epoch, queue, shared);
         continue;
       }
     }
 #pragma unroll 1
     for (int number = last ? kNext : kGateUp; number < (last ? s.num_products : kDown); ++number) {
-      project(s, number, epoch, queue, shared);
+      project(s, group, number, inner, epoch, queue, shared);
     }
   }
 }
@@ -287,12 +283,12 @@ constexpr int bytes() {
   return static_cast<int>(sizeof(Shared<kRows>) + kQuads * Queue::kQuadBytes);
 }
 
-// What a block asks for: of one row half of what an SM has, and each block takes 1 KB more, so that no SM gets two
-// where others are still taken by the kernel in front. A block of more rows has too many registers for a second one.
+// What a block asks for: half of what an SM has at least, and each block takes 1 KB more, so that no SM gets two where
+// others are still taken by the kernel in front.
 template <int kRows>
 cudaError_t bytes_of_block(bool early, int& found) {
   found = bytes<kRows>();
-  if (kRows > 1 || !early) {
+  if (!early) {
     return cudaSuccess;
   }
   int device = 0, each = 0;
@@ -302,31 +298,34 @@ cudaError_t bytes_of_block(bool early, int& found) {
   return error;
 }
 
-template <int kRows>
-cudaError_t launch(const Segment& s, int blocks, bool early, void* stream) {
-  const auto kernel = run_segment<kRows>;
+template <int kRows, bool kAlone = false>
+cudaError_t launch(const Segment& s, bool early, void* stream) {
+  const auto kernel = run_segment<kRows, kAlone>;
   int wanted = 0;
   cudaError_t error = bytes_of_block<kRows>(early, wanted);
   error = error ? error : share_memory(kernel, wanted);
+  const int blocks = count_groups(s.rows) * s.group_blocks;
   return error ? error : launch_kernel(kernel, s, dim3(blocks), kThreads, wanted, {early, true}, stream);
 }
 
 }  // namespace
 
-int launch_segment(const Segment& s, int blocks, bool early, void* stream) {
-  return static_cast<int>(s.rows <= 1    ? launch<1>(s, blocks, early, stream)
-                          : s.rows <= 8  ? launch<8>(s, blocks, early, stream)
-                          : s.rows <= 16 ? launch<16>(s, blocks, early, stream)
-                          : s.rows <= 32 ? launch<32>(s, blocks, early, stream)
-                                         : launch<64>(s, blocks, early, stream));
+int launch_segment(const Segment& s, bool early, void* stream) {
+  return static_cast<int>(s.rows == 1         ? launch<1, true>(s, early, stream)
+                          : s.group_rows <= 1 ? launch<1>(s, early, stream)
+                          : s.group_rows <= 2 ? launch<2>(s, early, stream)
+                          : s.group_rows <= 4 ? launch<4>(s, early, stream)
+                          : s.group_rows <= 8 ? launch<8>(s, early, stream)
+                                              : launch<16>(s, early, stream));
 }
 
 int segment_bytes(int rows) {
-  return rows <= 1    ? bytes<1>()
-         : rows <= 8  ? bytes<8>()
-         : rows <= 16 ? bytes<16>()
-         : rows <= 32 ? bytes<32>()
-                      : bytes<64>();
+  const int each = rows_of_group(rows);
+  return each <= 1   ? bytes<1>()
+         : each <= 2 ? bytes<2>()
+         : each <= 4 ? bytes<4>()
+         : each <= 8 ? bytes<8>()
+                     : bytes<16>();
 }
 
 }  // namespace mtp::cuda

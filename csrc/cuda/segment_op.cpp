@@ -12,18 +12,16 @@ namespace {
 
 constexpr char kOp[] = "segment";
 constexpr int64_t kMostChunks = 1 << 16;  // and keys that a chunk is a multiple of
-constexpr int64_t kHeader = 16;           // words of the workspace before the mail: the epoch, in a line of its own
+constexpr int64_t kHeader = 16;           // words of the workspace before the mail: epochs, in a line of their own
 
-void set_columns(Product& p, int64_t columns, int row_groups, int blocks) {
+void set_columns(Product& p, int64_t columns, int blocks) {
   p.columns = static_cast<int>(columns);
-  p.column_units = static_cast<int>(columns / kUnitColumns);
-  p.units_each = p.column_units * row_groups / blocks;
-  p.units_more = p.column_units * row_groups % blocks;
+  p.units_each = p.columns / kUnitColumns / blocks;
+  p.units_more = p.columns / kUnitColumns % blocks;
 }
 
-// With `groups` the warps of a block share the depth, and each 16 rows of x are a group.
-Product product(const Tensor& weight, const char* name, int64_t rows, int64_t depth, int groups, int blocks) {
-  const bool shared = groups > 0;
+// `shared`: the warps of a block share the depth.
+Product product(const Tensor& weight, const char* name, int64_t rows, int64_t depth, bool shared, int blocks) {
   STD_TORCH_CHECK(rows % kUnitColumns == 0 && depth % (shared ? kSplitDepth : kHidden) == 0, "segment: ", name,
                   " has a size that is not served");
   Product p;
@@ -31,16 +29,17 @@ Product product(const Tensor& weight, const char* name, int64_t rows, int64_t de
   p.stride = weight.stride(0);
   p.pieces = static_cast<int>(depth / kPieceDepth / (shared ? 8 : 1));
   p.shared = shared;
-  set_columns(p, rows, std::max(1, groups), blocks);
+  set_columns(p, rows, blocks);
   return p;
 }
 
-int count_blocks(int device, int64_t inner) {
+// Of a group.
+int count_blocks(int device, int groups, int64_t inner) {
   int sms = 0;
   STD_TORCH_CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device) == cudaSuccess && sms > 0,
                   "segment: the number of SMs of device ", device, " is not known");
-  const int64_t units = inner / kUnitColumns;
-  const int64_t each = (units + sms - 1) / sms;
+  const int64_t units = inner / kUnitColumns, most = std::max(1, sms / groups);
+  const int64_t each = (units + most - 1) / most;
   return static_cast<int>((units + each - 1) / each);  // every block has a unit of gate_up, so reads the epoch in time
 }
 
@@ -139,23 +138,23 @@ void segment(Tensor attended, std::optional<Tensor> partial, std::optional<Tenso
   }
 
   const int device = attended.get_device_index();
-  const int blocks = count_blocks(device, inner);
-  STD_TORCH_CHECK(rows <= 8 || rows <= blocks, "segment: ", rows, " rows, and only ", blocks, " blocks");
-  const int groups = static_cast<int>((rows + 15) / 16);
-  s.products[kOutput] = product(o_proj, "o_proj", hidden, columns, groups, blocks);
-  s.products[kGateUp] = product(gate_up, "gate_up", 2 * inner, hidden, 0, blocks);
+  const int each = rows_of_group(static_cast<int>(rows)), groups = count_groups(static_cast<int>(rows));
+  const int blocks = count_blocks(device, groups, inner);
+  STD_TORCH_CHECK(each <= blocks, "segment: ", rows, " rows, and only ", groups * blocks, " blocks");
+  s.products[kOutput] = product(o_proj, "o_proj", hidden, columns, true, blocks);
+  s.products[kGateUp] = product(gate_up, "gate_up", 2 * inner, hidden, false, blocks);
   s.products[kGateUp].second = inner * gate_up.stride(0);
-  s.products[kGateUp].quartered = rows <= 8;
-  set_columns(s.products[kGateUp], inner, 1, blocks);
-  s.products[kDown] = product(down, "down", hidden, inner, groups, blocks);
-  s.products[kDown].first_block = static_cast<int>(hidden / kUnitColumns * groups % blocks);  // behind those of o_proj
-  s.products[kNext] = product(next_weight, "next_weight", next_weight.size(0), hidden, 0, blocks);
+  s.products[kGateUp].quartered = rows == 1;
+  set_columns(s.products[kGateUp], inner, blocks);
+  s.products[kDown] = product(down, "down", hidden, inner, true, blocks);
+  s.products[kDown].first_block = static_cast<int>(hidden / kUnitColumns % blocks);  // behind those of o_proj
+  s.products[kNext] = product(next_weight, "next_weight", next_weight.size(0), hidden, false, blocks);
   s.products[kNext].first_warp = 2;
   s.num_products = 4;
   if (centroids) {
     STD_TORCH_CHECK(scores && group_max, "segment: centroids without scores");
     const int64_t count = centroids->size(0);
-    s.products[kScores] = product(*centroids, "centroids", count, hidden, 0, blocks);
+    s.products[kScores] = product(*centroids, "centroids", count, hidden, false, blocks);
     s.products[kScores].first_warp = 5;
     check(*scores, kOp, "scores", kFloat, {rows, count});
     check(*group_max, kOp, "group_max", kFloat, {rows, count / kUnitColumns});
@@ -175,6 +174,8 @@ void segment(Tensor attended, std::optional<Tensor> partial, std::optional<Tenso
   }
   s.eps = static_cast<float>(eps);
   s.rows = static_cast<int>(rows);
+  s.group_rows = each;
+  s.group_blocks = blocks;
   s.attended_columns = static_cast<int>(columns);
   s.inner_columns = static_cast<int>(inner);
   s.output = output.mutable_data_ptr();
@@ -191,7 +192,7 @@ void segment(Tensor attended, std::optional<Tensor> partial, std::optional<Tenso
       workspace.scalar_type() == ScalarType::Long && workspace.is_contiguous() && workspace.numel() >= words,
       "segment: workspace is not ", words, " words of int64");
   auto* mail = static_cast<uint64_t*>(workspace.mutable_data_ptr());
-  s.epoch = reinterpret_cast<uint32_t*>(mail);
+  s.epochs = mail;
   s.mail_attended = mail + kHeader;
   s.mail_o = s.mail_attended + rows * columns / 2;
   s.mail_inner = s.mail_o + rows * hidden;
@@ -199,7 +200,7 @@ void segment(Tensor attended, std::optional<Tensor> partial, std::optional<Tenso
   s.mail_normed = s.mail_down + rows * hidden;
 
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const int error = launch_segment(s, blocks, early, current_stream(device));
+  const int error = launch_segment(s, early, current_stream(device));
   STD_TORCH_CHECK(error == 0, "segment: ", cudaGetErrorString(static_cast<cudaError_t>(error)));
 }
 

@@ -7,8 +7,7 @@
 
 namespace mtp::cuda {
 
-constexpr int kPad = 32;  // elements behind a row in shared memory: eight lanes' 16 bytes lie in different banks
-constexpr int kMostSplitRows = 16;
+constexpr int kPad = 32;       // elements behind a row in shared memory: eight lanes' 16 bytes lie in different banks
 constexpr int kStaged = 2048;  // elements of x that a warp takes from the mail at a time
 static_assert(kThreads == kHidden, "a thread has a column of x");
 
@@ -25,34 +24,31 @@ static_assert(kHalfDepth == kQuad * kPieceDepth);
 
 __device__ __forceinline__ float total(const float (&sums)[kSums][4], int k) { return sums[0][k] + sums[1][k]; }
 
-// Of 16 rows.
-__host__ __device__ constexpr int tiles(int rows) { return (rows + 15) / 16; }
+constexpr int kRowsOfAThread = 4;  // of so many rows at most, a thread has a column of each to norm
 
-// kRows: of the batch, rounded up.
+// kRows: of a group, rounded up.
 template <int kRows>
 struct Shared {
-  // Of a unit of the products that all warps share: with many rows, each 16 of them are a unit of their own.
-  static constexpr int kSplitRows = kRows < kMostSplitRows ? kRows : kMostSplitRows;
-  static constexpr int kColumns = kStaged / kSplitRows < kHidden ? kStaged / kSplitRows : kHidden;
-  // Elements of x that a thread keeps: one, or of a row that is a warp's, a column of each 32.
-  static constexpr int kHeld = kRows == kWarps ? kWarps : 1;
+  static constexpr int kColumns = kStaged / kRows < kHidden ? kStaged / kRows : kHidden;
+  // Elements of x that a thread keeps: of a row that is a warp's, a column of each 32; of more rows, of one alone.
+  static constexpr int kHeld = kRows <= kRowsOfAThread || kRows == kWarps ? kRows : 1;
   union Warp {
-    bf16 x[kSplitRows][kColumns + kPad];   // of its share of the depth
-    float sums[kSplitRows][kUnitColumns];  // its share of a unit
+    bf16 x[kRows][kColumns + kPad];   // of its share of the depth
+    float sums[kRows][kUnitColumns];  // its share of a unit
   };
   alignas(16) bf16 normed[kRows][kHidden + kPad];
   alignas(16) Warp warps[kWarps];
-  alignas(16) float squares[2][kWarps];  // of one row
+  alignas(16) float squares[2][kRows <= kRowsOfAThread ? kRows : 1][kWarps];
   bf16 norms[4][kHidden];
   int chunks[kRows];
 };
 
 enum Norm { kPostAttention, kPreFeedforward, kPostFeedforward, kNextNorm };
 
-// Row `row` of the 16 of a tile's half; where there is one row alone, every lane takes that.
+// The row of a lane in either half of a tile of 16; of fewer rows than 8 some lanes take the same.
 template <int kRows>
-__device__ __forceinline__ int row_of_lane(int tile, int half) {
-  return kRows == 1 ? 0 : tile * 16 + half * 8 + static_cast<int>(threadIdx.x) % 32 / 4;
+__device__ __forceinline__ int row_of_lane(int half) {
+  return half * 8 + static_cast<int>(threadIdx.x) % 32 / 4 % (kRows < 8 ? kRows : 8);
 }
 
 }  // namespace mtp::cuda
