@@ -1,4 +1,5 @@
-"""draft_attention by CUDA's kernel for heads of 512 elements (csrc/cuda/attend.cu) where that serves, else by Triton's.
+"""draft_attention by CUDA's kernel for heads of 256 or 512 elements (csrc/cuda/attend.cu) where that serves, else by
+Triton's.
 
 Its blocks live as long as the launch and share what there is to read; Triton's merge follows it, or a segment.
 """
@@ -19,12 +20,14 @@ from .triton_ops import draft_attention as triton_attention
 from .triton_ops._launch import Launch, count_sms
 from .triton_ops._launch import capability as capability_of
 
-HEAD_DIM = 512
-KEYS = 32  # of a tile; a chunk has whole tiles
-# Rows times query heads of a KV head: so many at most, or between these. Of 8 (26B-A4B, 31B) the kernel was no faster
-# than Triton's: microseconds on an H200, 8 x 8192 and 64 x 4096, of 31B 131.4 and 529, Triton 132.7 and 507; a step of
-# 31B, batch 1 and 1024 keys, 306.0 and 304.9, of 26B-A4B 267.4 and 265.0.
-FEW_QUERIES, LEAST_QUERIES, MOST_QUERIES = 4, 9, 16
+# Rows times query heads of a KV head, from and to, by head_dim. Of 8 and head_dim 512 (26B-A4B, 31B) the kernel was no
+# faster than Triton's: microseconds on an H200, 8 x 8192 and 64 x 4096, of 31B 131.4 and 529, Triton 132.7 and 507.
+QUERIES = {256: ((1, 8),), 512: ((1, 4), (9, 16))}
+# Of head_dim 256. Microseconds of a step of E4B (2 KV heads) on an H200 by this kernel and by Triton's: 1 x 8192 68.9
+# and 66.1, 8 x 8192 144.2 and 141.0, 64 x 4096 435.9 and 444.0; of 31B (16) 64 x 4096 1631 and 1674, 1 x 1024 303.4 and
+# 303.0.
+LEAST_KV_HEADS = 4
+START = 32  # keys of heads of 512 that an SM reads while a block starts
 SERVED = (90, 100, 103)  # compute capabilities * 10, with 227 KB of shared memory a block
 MOST_PLACES = 2**32  # of 8 elements in a cache
 
@@ -45,12 +48,15 @@ def refuses(
     """Why CUDA's kernel does not serve these arguments, or "": by sizes, strides, dtypes and the device alone."""
     found = capability_of(q.device) if capability is None else capability
     queries = q.size(1) * (q.size(2) // k_cache.size(2))
-    if q.size(3) != HEAD_DIM:
-        return f"head_dim {q.size(3)} is not {HEAD_DIM}"
+    if q.size(3) not in QUERIES:
+        return f"head_dim {q.size(3)} is neither of {', '.join(map(str, QUERIES))}"
     if any(t.dtype != torch.bfloat16 for t in (q, k_cache, v_cache)):
         return "q and caches are not bf16"
-    if not (queries <= FEW_QUERIES or LEAST_QUERIES <= queries <= MOST_QUERIES):
-        return f"{queries} queries of a KV head are not 1 to {FEW_QUERIES} or {LEAST_QUERIES} to {MOST_QUERIES}"
+    if not any(first <= queries <= last for first, last in QUERIES[q.size(3)]):
+        ranges = " or ".join(f"{first} to {last}" for first, last in QUERIES[q.size(3)])
+        return f"{queries} queries of a KV head are not {ranges}"
+    if q.size(3) == 256 and k_cache.size(2) < LEAST_KV_HEADS:
+        return f"{k_cache.size(2)} KV heads of 256 elements are fewer than {LEAST_KV_HEADS}"
     if logits_soft_cap > 0:
         return "logits_soft_cap"
     if q_norm_weight is not None and q_norm_weight.dtype != torch.bfloat16:
@@ -104,7 +110,7 @@ def _launches(
     batch, rows, num_qo_heads, head_dim = q.shape
     num_kv_heads = k_cache.size(2)
     queries = rows * (num_qo_heads // num_kv_heads)
-    c = config(rows, num_qo_heads, num_kv_heads, capability)
+    c = config(head_dim, rows, num_qo_heads, num_kv_heads, capability)
     chunks, keys = triton_attention.count_chunks(bound, c), triton_attention.most_keys_a_chunk(bound, c)
     chunks_a_part = spread(batch * num_kv_heads, chunks, keys, queries, sms, c.fold)
     parts = -(-chunks // chunks_a_part)
@@ -126,27 +132,28 @@ def _launches(
 
 
 @lru_cache(maxsize=256)
-def config(rows: int, num_qo_heads: int, num_kv_heads: int, capability: int) -> triton_attention.Config:
+def config(head_dim: int, rows: int, num_qo_heads: int, num_kv_heads: int, capability: int) -> triton_attention.Config:
     """Chunks and blocks, from what one request is.
 
     Chunks are short, as a block has many of them. An SM has room for two blocks of few queries, which is faster than
     one with twice the memory: microseconds on an H200 of E4B, 8 x 8192 and 64 x 4096, 75.1 and 264.1 with one, 73.4 and
     252.3 with two.
     """
-    c = triton_attention.config(HEAD_DIM, rows, num_qo_heads, num_kv_heads, torch.bfloat16, torch.bfloat16, capability)
-    few = rows * (num_qo_heads // num_kv_heads) <= FEW_QUERIES
+    c = triton_attention.config(head_dim, rows, num_qo_heads, num_kv_heads, torch.bfloat16, torch.bfloat16, capability)
+    few = rows * (num_qo_heads // num_kv_heads) <= 8
     if few and num_kv_heads == 1:
         fold, max_chunks = 4, 256
     else:
         fold, max_chunks = 8, max(8, triton_attention.power_of_two(256 // max(2, num_kv_heads)))
-    return replace(c, block_n=KEYS, chunk_weight=0.5, fold=fold, max_chunks=max_chunks, an_sm=2 if few else 1)
+    keys = 32 if few and head_dim == 512 else 64  # of a tile; a chunk has whole tiles
+    return replace(c, block_n=keys, chunk_weight=0.5, fold=fold, max_chunks=max_chunks, an_sm=2 if few else 1)
 
 
 @lru_cache(maxsize=4096)
 def spread(blocks: int, chunks: int, keys: int, queries: int, sms: int, fold: int) -> int:
     """Chunks of so many keys a part, 1 or `fold`: the faster way. Neither changes a bit.
 
-    Time, in keys: those of the SM that has the most parts, and a tile to start, times all that is moved, parts beside
+    Time, in keys: those of the SM that has the most parts, and START, times all that is moved, parts beside
     keys.
     """
     found = []
@@ -154,5 +161,5 @@ def spread(blocks: int, chunks: int, keys: int, queries: int, sms: int, fold: in
         each = -(-blocks * -(-chunks // chunks_a_part) // sms)
         # A part is written and read in fp32, 4 bytes an element of a query; a key has two vectors of 2 bytes.
         moved = 1 + 2 * queries / (keys * chunks_a_part)
-        found.append(((each * chunks_a_part * keys + KEYS) * moved, 1 if chunks_a_part == 1 else fold))
+        found.append(((each * chunks_a_part * keys + START) * moved, 1 if chunks_a_part == 1 else fold))
     return min(found)[1]

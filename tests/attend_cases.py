@@ -10,8 +10,11 @@ from attention_cases import OP, options, problem
 from mtp_kernels import _attention
 from mtp_kernels.ops import OPS
 
-# Rows, query heads and KV heads: of the checkpoints, trees, and others; tiles of 8 queries and of 16.
-HEADS = [(1, 4, 2), (1, 4, 1), (2, 4, 2), (3, 4, 4), (1, 6, 2), (1, 16, 1), (4, 4, 1), (5, 2, 1), (2, 10, 2), (3, 3, 1)]
+# head_dim, rows, query heads and KV heads: of the checkpoints, trees, and others; tiles of 8 queries and of 16.
+HEADS = [
+    (512, 1, 4, 2), (256, 1, 8, 4), (512, 1, 4, 1), (512, 1, 16, 1), (256, 4, 8, 4), (512, 2, 4, 2), (512, 3, 4, 4),
+    (512, 4, 4, 1), (256, 3, 4, 4), (512, 1, 6, 2), (512, 5, 2, 1), (256, 1, 28, 4), (512, 2, 10, 2), (512, 3, 3, 1),
+]
 LENGTHS = [[1], [33, 0, 64], [513, 1, 300], [*[40] * 5, *[0] * 30, 200, 7]]
 OPTIONS: list[dict[str, Any]] = [
     {"page_size": 7, "window_left": 99, "layout": "HND"},
@@ -33,12 +36,12 @@ def absent() -> str:
 
 
 def made(
-    heads: tuple[int, int, int], lengths: list[int], device: str = "cuda", **more: Any
+    heads: tuple[int, int, int, int], lengths: list[int], device: str = "cuda", **more: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A call with poison behind what is seen."""
-    rows, query_heads, kv_heads = heads
-    extra = options(len(lengths), rows, 512, device=device)
+    head_dim, rows, query_heads, kv_heads = heads
+    extra = options(len(lengths), rows, head_dim, device=device)
     extra |= {"q_norm_weight": extra["q_norm_weight"].bfloat16(), "logits_soft_cap": 0.0}
     extra["positions"] = extra["positions"] * 811 % 262144
-    return problem(lengths, rows=rows, heads=(query_heads, kv_heads), head_dim=512, dtype=torch.bfloat16, device=device,
-                   **{**extra, **more})
+    sizes = {"rows": rows, "heads": (query_heads, kv_heads), "head_dim": head_dim}
+    return problem(lengths, dtype=torch.bfloat16, device=device, **sizes, **{**extra, **more})

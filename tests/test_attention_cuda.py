@@ -12,7 +12,7 @@ from test_cuda_library import launches
 from mtp_kernels import _attention, _native, fused
 from mtp_kernels._cuda_launch import CudaLaunch
 
-E4B, E2B, OF_12B = (4, 2), (4, 1), (16, 1)  # query heads, KV heads
+E4B, E2B, OF_12B, OF_31B = (4, 2), (4, 1), (16, 1), (32, 16)  # query heads, KV heads; of 31B's sliding layers
 
 
 def call(
@@ -44,7 +44,10 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"rows": 2}, {"window_left": 5}, ""),
         ({"rows": 4}, {}, "8 queries of a KV head are not 1 to 4 or 9 to 16"),
         ({"heads": OF_12B, "rows": 2}, {}, "32 queries of a KV head are not 1 to 4 or 9 to 16"),
-        ({"head_dim": 256}, {}, "head_dim 256 is not 512"),
+        ({"head_dim": 256, "heads": OF_31B, "rows": 4}, {"window_left": 511}, ""),
+        ({"head_dim": 256, "heads": OF_31B, "rows": 5}, {}, "10 queries of a KV head are not 1 to 8"),
+        ({"head_dim": 256}, {}, "2 KV heads of 256 elements are fewer than 4"),
+        ({"head_dim": 128}, {}, "head_dim 128 is neither of 256, 512"),
         ({"dtype": torch.float16}, {}, "q and caches are not bf16"),
         ({}, {"logits_soft_cap": 3.0}, "logits_soft_cap"),
         ({}, {"q_norm_weight": torch.empty(512)}, "q_norm_weight of torch.float32"),
@@ -82,7 +85,8 @@ def test_what_is_launched(heads: tuple[int, int], batch: int, each: int, blocks:
     assert isinstance(main, CudaLaunch) and isinstance(last, Launch) and main.op == "attend"
     assert output.shape == arguments[0].shape and last.args["out_ptr"] is output
     assert main.args["chunks_a_part"] == last.constants["CHUNKS"] == each and main.args["blocks"] == blocks
-    assert last.constants["MULTIPLE"] == 32 and main.args["bound"] == last.args["bound"] == 8192
+    assert last.constants["MULTIPLE"] == (64 if heads == OF_12B else 32)
+    assert main.args["bound"] == last.args["bound"] == 8192
     for name in ("partial", "stats"):
         assert main.args[name] is last.args[f"{name}_ptr"]
     assert main.args["partial"].shape == (batch * heads[0], last.args["parts"], 512)
@@ -91,18 +95,23 @@ def test_what_is_launched(heads: tuple[int, int], batch: int, each: int, blocks:
     assert main.with_early(True).args == {**main.args, "early": True}
 
 
-@pytest.mark.parametrize("heads", [E4B, E2B, OF_12B, (6, 3), (20, 10)])
+@pytest.mark.parametrize("heads", [E4B, E2B, OF_12B, (6, 3), (20, 10), OF_31B])
 @pytest.mark.parametrize("context", [16, 48, 1024, 65536])
+@pytest.mark.parametrize("head_dim", [256, 512])
 @pytest.mark.usefixtures("library")
-def test_there_are_parts_enough(heads: tuple[int, int], context: int) -> None:
+def test_there_are_parts_enough(heads: tuple[int, int], context: int, head_dim: int) -> None:
     """For the chunks that the kernel makes of any length; and every KV head has the same share of the blocks."""
     for batch in (1, 3, 64):
-        (main, _), _ = _attention.plan(*call(heads, batch, context=context), capability=90, sms=132)
-        args = main.args
+        arguments = call(heads, batch, context=context, head_dim=head_dim)
+        if _attention.refuses(*arguments, capability=90):
+            assert head_dim == 256 and (heads == OF_12B or heads[1] < 4)
+            continue
+        (main, last), _ = _attention.plan(*arguments, capability=90, sms=132)
+        args, multiple = main.args, last.constants["MULTIPLE"]
         parts = args["partial"].size(1)
         for visible in {n for n in (1, 31, 32, 33, context // 3 + 1, context - 1, context) if n <= context}:
             keys = max(int((visible * args["chunk_weight"]) ** 0.5 + 0.999999), -(-visible // args["max_chunks"]), 1)
-            chunks = -(-visible // (-(-keys // 32) * 32))
+            chunks = -(-visible // (-(-keys // multiple) * multiple))
             assert -(-chunks // args["chunks_a_part"]) <= parts
         assert args["blocks"] % heads[1] == 0 and heads[1] <= args["blocks"] <= max(2 * 132, heads[1])
         assert args["max_chunks"] & (args["max_chunks"] - 1) == 0
@@ -110,9 +119,9 @@ def test_there_are_parts_enough(heads: tuple[int, int], context: int) -> None:
 
 def test_the_same_chunks_for_any_batch() -> None:
     """What a row's bits follow is not what its neighbours are."""
-    for heads in (E4B, E2B, OF_12B):
-        c = _attention.config(1, *heads, 90)
-        assert (c.block_n, c.chunk_weight) == (32, 0.5) and c.fold in (4, 8)
+    for heads, keys in ((E4B, 32), (E2B, 32), (OF_12B, 64)):
+        c = _attention.config(512, 1, *heads, 90)
+        assert (c.block_n, c.chunk_weight) == (keys, 0.5) and c.fold in (4, 8)
         assert _attention.spread(2, 128, 64, 2, 132, c.fold) == 1
         assert _attention.spread(128, 128, 64, 2, 132, c.fold) == c.fold
     assert _attention.spread(8, 1, 32, 2, 132, 8) == 1

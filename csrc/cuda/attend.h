@@ -1,29 +1,29 @@
-// Attention of few draft queries over many keys of 512 elements, on Hopper and Blackwell: see attend_kernel.h.
+// Attention of few draft queries over many keys of 256 or 512 elements, on Hopper and Blackwell: see attend_kernel.h.
 #pragma once
 
 #include <cstdint>
 
 namespace mtp::cuda {
 
-constexpr int kAttendDim = 512;
-constexpr int kAttendKeys = 32;     // of a tile
-constexpr int kAttendFew = 4;       // rows times query heads of a KV head: so many at most,
-constexpr int kAttendLeast = 9;     // or so many at least
-constexpr int kAttendQueries = 16;  // and at most
+// Queries of a KV head, rows times heads, that are served.
+constexpr bool attends(int head_dim, int64_t queries) {
+  return (head_dim == 256 && queries >= 1 && queries <= 8) ||
+         (head_dim == 512 && ((queries >= 1 && queries <= 4) || (queries >= 9 && queries <= 16)));
+}
 
 // What triton_ops/_attention_kernels.py's `attend` takes, and leaves in `partial` and `stats`.
 struct Attend {
-  const void* q = nullptr;  // [batch, rows, heads, 512] bf16
-  const void* k = nullptr;  // [pages, page_size, kv_heads, 512] bf16
+  const void* q = nullptr;  // [batch, rows, heads, head_dim] bf16
+  const void* k = nullptr;  // [pages, page_size, kv_heads, head_dim] bf16
   const void* v = nullptr;
   const void* table = nullptr;    // [batch, max_pages], or with kv_indptr [entries]
   const void* lengths = nullptr;  // [batch]
   const void* indptr = nullptr;   // [batch + 1], or null
-  const void* norm = nullptr;     // [512] bf16, or null
+  const void* norm = nullptr;     // [head_dim] bf16, or null
   const float* freq = nullptr;    // [num_pairs], or null
   const void* positions = nullptr;
   const float* k_scale = nullptr;  // one, or one a KV head, or null
-  float* partial = nullptr;        // [batch * rows * heads, parts, 512]
+  float* partial = nullptr;        // [batch * rows * heads, parts, head_dim]
   float* stats = nullptr;          // [batch * rows * heads, parts, 2]
   bool table_is_int64 = false, lengths_are_int64 = false, indptr_is_int64 = false, positions_are_int64 = false;
   int64_t q_stride_batch = 0, q_stride_row = 0, q_stride_head = 0;  // elements
@@ -37,7 +37,7 @@ struct Attend {
   int log2_max_chunks = 0;
   int chunks_a_part = 0;
   int parts = 0;
-  int batch = 0, rows = 0, kv_heads = 0, num_pairs = 0;
+  int batch = 0, rows = 0, kv_heads = 0, head_dim = 0, num_pairs = 0;
   int group = 0;          // query heads of a KV head,
   int group_inverse = 0;  // and 2^16 over that, rounded up
   float sm_scale = 0, eps = 0;

@@ -1,20 +1,19 @@
-// draft_attention over caches of 512 elements a key, for 16 queries at most: the first kernel, whose chunks or folds of
-// chunks a merge follows (triton_ops/_attention_merge.py, merge.h).
+// draft_attention over caches of 256 or 512 elements a key, for 16 queries at most: the first kernel, whose chunks or
+// folds of chunks a merge follows (triton_ops/_attention_merge.py, merge.h).
 //
 // Blocks live as long as the launch. All parts of all requests lie in a row, and each block has an equal share of it
 // for one KV head; the blocks of other heads have the same share, so that what lies side by side in memory is read at
 // the same time. A block's keys stream through shared memory: where a launch starts early they fill it before the
 // queries are there.
 //
-// A tile is 32 keys. The four warps multiply, each, 16 of the keys by half of their depth, hand each other the sums
-// through shared memory, and then all compute the same maxima and exponentials, so that one barrier a tile is enough;
-// of the values each has a quarter of the columns. So a warp loads for itself alone what it reads.
+// A tile is 32 keys, or 64 (Shape). Each warp multiplies 16 of the keys by all their depth, or half of it; they hand
+// each other the sums through shared memory, and then all compute the same maxima and exponentials, so that one barrier
+// a tile is enough; of the values each has some of the columns. So a warp loads for itself alone what it reads.
 //
 // Chunks are a request's own: which block has one, and what else it has, changes no bit.
 #pragma once
 
-#include <algorithm>
-#include <cstddef>
+#include <type_traits>
 
 #include "attend_queries.h"
 #include "attend_stream.h"
@@ -23,59 +22,44 @@
 namespace mtp::cuda {
 namespace {
 
-constexpr int kSteps = 16;  // of a depth of 16 in a warp's half of the queries
+constexpr int kSteps = kAttendDepth / 16;
 constexpr float kLog2E = 1.4426950408889634f;
 
-// Queries, and averages of a fold of chunks, of as many queries as there are. 8 queries go into registers before there
-// are folds; 16 stay where they are.
-template <int kTiles>
-struct QueriesAndFolds {
-  bf16 q[8 * kTiles][kAttendDim + 8];
-  float folds[1][kAttendDim + 4];
-};
-
-template <>
-struct QueriesAndFolds<1> {
-  union {
-    bf16 q[8][kAttendDim + 8];
-    float folds[1][kAttendDim + 4];
-  };
-};
-
-// kTiles: of 8 queries. kRing: shares of K and V that a warp has on the way, in turn.
-template <int kTiles, int kRing>
+// kRing: shares of K and V that a warp has on the way, in turn.
+template <class S, int kRing>
 struct AttendShared {
-  unsigned char ring[kAttendWarps][kRing][kShareBytes];
-  Unit units[kAttendWarps][units_ahead(kRing)];
+  unsigned char ring[S::kWarps][kRing][kShareBytes];
+  Unit units[S::kWarps][units_ahead(kRing)];
   union {
-    float scores[2][2][8 * kTiles][kAttendKeys + 8];  // of either half of the depth, for one tile and the next
-    float2 turns[kAttendDim / 2];                     // of queries that are one row
+    float scores[2][S::kDepths][S::kQueries][S::kKeys + 8];  // for one tile and the next
+    float2 turns[S::kDim / 2];                               // of queries that are one row
   };
-  bf16 norm[kAttendDim];
-  QueriesAndFolds<kTiles> last;
+  union {
+    bf16 q[S::kQueries][S::kDim + 8];
+    float folds[S::kFoldsInShared > 0 ? S::kFoldsInShared : 1][S::kDim + 4];
+  };
 };
 
-template <int kTiles, int kRing, bool kFolds>
-__global__ void __launch_bounds__(kAttendThreads, kTiles == 1 ? 3 : 2) attend(const __grid_constant__ Attend a) {
+// Registers: beside a segment's block an SM has 176 for each of 128 threads.
+template <class S, int kRing, bool kFolds>
+__global__ void __maxnreg__(S::kTiles == 1 ? 176 : 255) attend(const __grid_constant__ Attend a) {
   static_assert(kRing % 2 == 1, "values are pushed when keys have been read");
+  constexpr int kTiles = S::kTiles, kKeys = S::kKeys;
   extern __shared__ __align__(16) unsigned char memory[];
-  auto& shared = *reinterpret_cast<AttendShared<kTiles, kRing>*>(memory);
+  auto& shared = *reinterpret_cast<AttendShared<S, kRing>*>(memory);
   let_others_start();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int head = static_cast<int>(blockIdx.x) % a.kv_heads;
-  Stream<kRing> stream(a, head, shared.units[warp], shared.ring[warp]);
-  if (a.norm != nullptr) {
-    *reinterpret_cast<uint2*>(&shared.norm[threadIdx.x * 4]) =
-        __ldg(reinterpret_cast<const uint2*>(a.norm) + threadIdx.x);
-  }
+  const int depth = warp / S::kSixteens, sixteen = warp % S::kSixteens;
+  Stream<S, kRing> stream(a, head, shared.units[warp], shared.ring[warp]);
   // Of ldmatrix: where in a share a lane's row begins, for each of four neighbours in depth or columns.
   uint32_t key_at[4], value_at[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     key_at[i] = lane % 16 * 512 + (((2 * i + lane / 16) ^ (lane & 7)) * 16);
-    value_at[i] = (lane / 16 * 8 + lane % 8) * 256 + (((2 * i + lane / 8 % 2) ^ (lane & 7)) * 16);
+    value_at[i] = (lane / 16 * 8 + lane % 8) * S::kColumns * 2 + (((2 * i + lane / 8 % 2) ^ (lane & 7)) * 16);
   }
-  const uint32_t query_at = shared_address(&shared.last.q[lane % 8][warp / 2 * (kAttendDim / 2) + lane / 8 * 8]);
+  const uint32_t query_at = shared_address(&shared.q[lane % 8][depth * kAttendDepth + lane / 8 * 8]);
   const Unit* unit = nullptr;
   int of = -1;                // whose queries there are
   unsigned key = 0, end = 0;  // first of the tile, and behind the last of the unit
@@ -83,13 +67,17 @@ __global__ void __launch_bounds__(kAttendThreads, kTiles == 1 ? 3 : 2) attend(co
   bool first;                 // whether that is the first of a fold
   float scale;
   uint32_t q[kSteps / 2][4];  // of 8 queries
-  Sums<kTiles> sums;
-  Fold<kTiles> fold;
+  Sums<S> sums;
+  constexpr bool kInShared = S::kFoldsInShared > 0;
+  Fold<S, std::conditional_t<kInShared, InShared<S>, InRegisters<S>>> fold;
+  if constexpr (kInShared) {
+    fold.y = {shared.folds, a.rows * a.group};
+  }
 
   // One place in the program for each push: what is not in the instruction cache costs more than it takes.
 #pragma unroll 1
-  for (int tile = -(kRing + 1) / 2, number = 0;; ++tile, key += kAttendKeys) {
-    float (*const scores)[8 * kTiles][kAttendKeys + 8] = shared.scores[tile & 1];
+  for (int tile = -(kRing + 1) / 2, number = 0;; ++tile, key += kKeys) {
+    float (*const scores)[S::kQueries][kKeys + 8] = shared.scores[tile & 1];
     if (tile >= 0) {
       if (key >= end || tile == 0) {
         unit = &shared.units[warp][number++ % units_ahead(kRing)];
@@ -101,7 +89,7 @@ __global__ void __launch_bounds__(kAttendThreads, kTiles == 1 ? 3 : 2) attend(co
         }
         if (unit->b != of) {
           of = unit->b;
-          load_queries<kTiles>(a, of, head, tile == 0, shared);
+          load_queries<S>(a, of, head, tile == 0, shared);
           if constexpr (kTiles == 1) {
 #pragma unroll
             for (int pair = 0; pair < kSteps / 2; ++pair) {
@@ -129,7 +117,7 @@ __global__ void __launch_bounds__(kAttendThreads, kTiles == 1 ? 3 : 2) attend(co
               queries[t][k] = q[pair][k];
             }
           } else {
-            load_matrices(queries[t], query_at + t * 8 * sizeof(shared.last.q[0]) + pair * 64);
+            load_matrices(queries[t], query_at + t * 8 * sizeof(shared.q[0]) + pair * 64);
           }
         }
 #pragma unroll
@@ -146,46 +134,48 @@ __global__ void __launch_bounds__(kAttendThreads, kTiles == 1 ? 3 : 2) attend(co
       for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          scores[warp / 2][t * 8 + lane % 4 * 2 + k % 2][warp % 2 * 16 + k / 2 * 8 + lane / 4] =
-              s[t][0][k] + s[t][1][k];
+          scores[depth][t * 8 + lane % 4 * 2 + k % 2][sixteen * 16 + k / 2 * 8 + lane / 4] = s[t][0][k] + s[t][1][k];
         }
       }
     }
     stream.push_values(a);
     if (tile >= 0) {
       __syncthreads();
-      uint32_t p[kTiles][4];
+      constexpr int kEights = kKeys / 8;
+      uint32_t p[kTiles][kEights];
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
-        float s[8];
+        float s[2 * kEights];
+        float top = sums.top[t];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
+        for (int j = 0; j < kEights; ++j) {
           const int column = lane % 4 * 2 + 8 * j;
-          const float2 one = *reinterpret_cast<const float2*>(&scores[0][t * 8 + lane / 4][column]);
-          const float2 two = *reinterpret_cast<const float2*>(&scores[1][t * 8 + lane / 4][column]);
-          s[2 * j] = key + column < end ? (one.x + two.x) * scale : -INFINITY;
-          s[2 * j + 1] = key + column + 1 < end ? (one.y + two.y) * scale : -INFINITY;
+          float2 one = *reinterpret_cast<const float2*>(&scores[0][t * 8 + lane / 4][column]);
+          if constexpr (S::kDepths == 2) {
+            const float2 two = *reinterpret_cast<const float2*>(&scores[1][t * 8 + lane / 4][column]);
+            one = make_float2(one.x + two.x, one.y + two.y);
+          }
+          s[2 * j] = key + column < end ? one.x * scale : -INFINITY;
+          s[2 * j + 1] = key + column + 1 < end ? one.y * scale : -INFINITY;
+          top = fmaxf(top, fmaxf(s[2 * j], s[2 * j + 1]));
         }
-        float top = fmaxf(fmaxf(fmaxf(s[0], s[1]), fmaxf(s[2], s[3])), fmaxf(fmaxf(s[4], s[5]), fmaxf(s[6], s[7])));
         top = fmaxf(top, __shfl_xor_sync(kAll, top, 1));
         top = fmaxf(top, __shfl_xor_sync(kAll, top, 2));
-        top = fmaxf(top, sums.top[t]);
         const float shrink = exp2_approx(sums.top[t] - top);
         sums.top[t] = top;
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
+        for (int j = 0; j < 2 * kEights; ++j) {
           s[j] = exp2_approx(s[j] - top);
         }
-        sums.total[t] =
-            __fmaf_rn(sums.total[t], shrink, ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7])));
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
+        for (int j = 0; j < kEights; ++j) {
           p[t][j] = pack(s[2 * j], s[2 * j + 1]);
         }
+        sums.total[t] = __fmaf_rn(sums.total[t], shrink, sum_of(s));
         if (__any_sync(kAll, shrink != 1.0f)) {
           const float2 factors = for_averages(shrink);
 #pragma unroll
-          for (int slab = 0; slab < kSlabs; ++slab) {
+          for (int slab = 0; slab < S::kSlabs; ++slab) {
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
               sums.y[t][slab][k] *= k % 2 == 0 ? factors.x : factors.y;
@@ -195,26 +185,26 @@ __global__ void __launch_bounds__(kAttendThreads, kTiles == 1 ? 3 : 2) attend(co
       }
       const uint32_t from = stream.pop();
 #pragma unroll
-      for (int step = 0; step < 2; ++step) {
+      for (int step = 0; step < kKeys / 16; ++step) {
 #pragma unroll
-        for (int slab = 0; slab < kSlabs; ++slab) {
+        for (int slab = 0; slab < S::kSlabs; ++slab) {
           uint32_t v[4];
-          load_turned(v, from + value_at[slab % 4] + slab / 4 * 128 + step * 16 * 256);
+          load_turned(v, from + value_at[slab % 4] + slab / 4 * 128 + step * 16 * S::kColumns * 2);
 #pragma unroll
           for (int t = 0; t < kTiles; ++t) {
             multiply(sums.y[t][slab], v[0], v[1], v[2], v[3], p[t][2 * step], p[t][2 * step + 1]);
           }
         }
       }
-      const bool last = key + kAttendKeys >= end;
-      if (last || key + kAttendKeys == chunk_end) {
+      const bool last = key + kKeys >= end;
+      if (last || key + kKeys == chunk_end) {
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
           sums.total[t] += __shfl_xor_sync(kAll, sums.total[t], 1);
           sums.total[t] += __shfl_xor_sync(kAll, sums.total[t], 2);
         }
         if constexpr (kFolds) {
-          fold_chunk(fold, sums, first, a.rows * a.group, shared);
+          fold_chunk(fold, sums, first);
           first = false;
           chunk_end += unit->chunk;
           sums.clear();
@@ -222,12 +212,9 @@ __global__ void __launch_bounds__(kAttendThreads, kTiles == 1 ? 3 : 2) attend(co
       }
       if (last) {
         if constexpr (kFolds) {
-          leave<kTiles>(a, head, *unit, fold.top, fold.total, [&](int t, int slab, int k) {
-            return shared.last.folds[t * 8 + lane % 4 * 2 + k % 2][column_of(slab, k / 2)];
-          });
+          leave<S>(a, head, *unit, fold.top, fold.total, [&](int t, int slab, int k) { return fold.y.at(t, slab, k); });
         } else {
-          leave<kTiles>(a, head, *unit, sums.top, sums.total,
-                        [&](int t, int slab, int k) { return sums.y[t][slab][k]; });
+          leave<S>(a, head, *unit, sums.top, sums.total, [&](int t, int slab, int k) { return sums.y[t][slab][k]; });
         }
       }
     }
@@ -235,14 +222,21 @@ __global__ void __launch_bounds__(kAttendThreads, kTiles == 1 ? 3 : 2) attend(co
   }
 }
 
-constexpr int kRingOf4 = 3, kRingOf16 = 5;  // an SM has room for two blocks of 4 queries, or one of 16
+// An SM has room for two blocks of 8 queries, or one of 16.
+constexpr int kRing = 3;
 
-template <int kTiles, int kRing>
-int bytes_of(const Attend& a, bool folds_in_shared) {
-  using Shared = AttendShared<kTiles, kRing>;
-  const int queries = folds_in_shared ? a.rows * a.group : 0;
-  return static_cast<int>(std::max(sizeof(Shared), offsetof(Shared, last) + offsetof(QueriesAndFolds<kTiles>, folds) +
-                                                       queries * sizeof(QueriesAndFolds<kTiles>::folds[0])));
+// `use` gets the kernel that serves a launch, its threads and its bytes of shared memory.
+template <class Use>
+auto with_kernel(const Attend& a, Use use) {
+  const auto of = [&](auto shape) {
+    using S = decltype(shape);
+    const int bytes = static_cast<int>(sizeof(AttendShared<S, kRing>));
+    return a.chunks_a_part > 1 ? use(attend<S, kRing, true>, S::kThreads, bytes)
+                               : use(attend<S, kRing, false>, S::kThreads, bytes);
+  };
+  return a.head_dim == 256      ? of(Shape<256, 4, 1>())
+         : a.rows * a.group > 8 ? of(Shape<512, 8, 2>())
+                                : of(Shape<512, 4, 1>());
 }
 
 }  // namespace

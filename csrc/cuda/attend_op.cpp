@@ -1,5 +1,5 @@
-// mtp_cuda::attend: the first kernel of draft_attention for heads of 512 elements (attend_kernel.h), as a private
-// op on the stable ABI.
+// mtp_cuda::attend: the first kernel of draft_attention for heads of 256 or 512 elements (attend_kernel.h), as a
+// private op on the stable ABI.
 #include "attend.h"
 
 #include <cuda_runtime_api.h>
@@ -12,14 +12,14 @@ namespace {
 constexpr char kOp[] = "attend";
 constexpr int64_t kMostInt = 0x7fffffff;
 
-// Rows of 512 bf16 that can be read 16 bytes at a time.
-const void* heads(const Tensor& tensor, const char* name) {
-  bool fits = tensor.dim() == 4 && tensor.scalar_type() == ScalarType::BFloat16 && tensor.size(3) == kAttendDim &&
+// Rows of bf16 that can be read 16 bytes at a time.
+const void* heads(const Tensor& tensor, const char* name, int64_t head_dim) {
+  bool fits = tensor.dim() == 4 && tensor.scalar_type() == ScalarType::BFloat16 && tensor.size(3) == head_dim &&
               tensor.stride(3) == 1 && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
   for (int i = 0; fits && i < 3; ++i) {
     fits = tensor.stride(i) % 8 == 0;
   }
-  STD_TORCH_CHECK(fits, "attend: ", name, " does not have bf16 rows of ", kAttendDim, " in multiples of 16 bytes");
+  STD_TORCH_CHECK(fits, "attend: ", name, " does not have bf16 rows of ", head_dim, " in multiples of 16 bytes");
   return tensor.const_data_ptr();
 }
 
@@ -29,14 +29,16 @@ void attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor
             double eps, int64_t bound, double chunk_weight, int64_t max_chunks, int64_t chunks_a_part, int64_t blocks,
             bool early) {
   Attend a;
-  a.q = heads(q, "q");
-  a.k = heads(k_cache, "k_cache");
-  a.v = heads(v_cache, "v_cache");
+  STD_TORCH_CHECK(q.dim() == 4, "attend: q is not [batch, rows, heads, head_dim]");
+  const int64_t head_dim = q.size(3);
+  a.q = heads(q, "q", head_dim);
+  a.k = heads(k_cache, "k_cache", head_dim);
+  a.v = heads(v_cache, "v_cache", head_dim);
   const int64_t batch = q.size(0), rows = q.size(1), num_heads = q.size(2);
   const int64_t pages = k_cache.size(0), page_size = k_cache.size(1), kv_heads = k_cache.size(2);
   const int64_t queries = kv_heads > 0 ? rows * (num_heads / kv_heads) : 0;
-  STD_TORCH_CHECK(kv_heads > 0 && num_heads % kv_heads == 0 && queries >= 1 && queries <= kAttendQueries &&
-                      (queries <= kAttendFew || queries >= kAttendLeast) && batch > 0 &&
+  STD_TORCH_CHECK(kv_heads > 0 && num_heads % kv_heads == 0 && head_dim <= 512 &&
+                      attends(static_cast<int>(head_dim), queries) && batch > 0 &&
                       batch * rows * num_heads < kMostInt && pages > 0 && pages < kMostInt && page_size > 0 &&
                       page_size < kMostInt && v_cache.size(0) == pages && v_cache.size(1) == page_size &&
                       v_cache.size(2) == kv_heads,
@@ -74,7 +76,7 @@ void attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor
     a.k_scale = k_scale->const_data_ptr<float>();
   }
   if (norm) {
-    check(*norm, kOp, "norm", ScalarType::BFloat16, {kAttendDim});
+    check(*norm, kOp, "norm", ScalarType::BFloat16, {head_dim});
     a.norm = norm->const_data_ptr();
     STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(a.norm) % 16 == 0, "attend: norm is not at a multiple of 16 bytes");
   }
@@ -82,7 +84,7 @@ void attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor
     STD_TORCH_CHECK(positions && positions->dim() <= 2 && positions->size(0) == batch,
                     "attend: freq without positions");
     check(*freq, kOp, "freq", ScalarType::Float, {freq->numel()});
-    STD_TORCH_CHECK(freq->numel() <= kAttendDim / 2, "attend: more pairs than there are");
+    STD_TORCH_CHECK(freq->numel() <= head_dim / 2, "attend: more pairs than there are");
     a.freq = freq->const_data_ptr<float>();
     a.num_pairs = static_cast<int>(freq->numel());
     a.positions_are_int64 = is_int64(*positions, kOp, "positions");
@@ -92,7 +94,7 @@ void attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor
   }
 
   a.parts = static_cast<int>(partial.size(1));
-  check(partial, kOp, "partial", ScalarType::Float, {batch * rows * num_heads, a.parts, kAttendDim});
+  check(partial, kOp, "partial", ScalarType::Float, {batch * rows * num_heads, a.parts, head_dim});
   check(stats, kOp, "stats", ScalarType::Float, {batch * rows * num_heads, a.parts, 2});
   a.partial = static_cast<float*>(partial.mutable_data_ptr());
   a.stats = static_cast<float*>(stats.mutable_data_ptr());
@@ -108,6 +110,7 @@ void attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor
   a.batch = static_cast<int>(batch);
   a.rows = static_cast<int>(rows);
   a.kv_heads = static_cast<int>(kv_heads);
+  a.head_dim = static_cast<int>(head_dim);
   a.group = static_cast<int>(num_heads / kv_heads);
   a.group_inverse = (65536 + a.group - 1) / a.group;
   a.sm_scale = static_cast<float>(sm_scale);

@@ -26,74 +26,117 @@ __device__ __forceinline__ float2 sine_and_cosine(float x) {
 }
 
 // How a row turns, for all warps.
-template <class Shared>
+template <class S, class Shared>
 __device__ __forceinline__ void make_turns(const Attend& a, int b, int row, Shared& shared) {
   const auto position = static_cast<float>(
       load_index(a.positions, a.positions_are_int64, b * a.position_stride_batch + row * a.position_stride));
 #pragma unroll 1
-  for (int pair = threadIdx.x; pair < kAttendDim / 2; pair += kAttendThreads) {
+  for (int pair = threadIdx.x; pair < S::kDim / 2; pair += S::kThreads) {
     shared.turns[pair] = pair < a.num_pairs ? sine_and_cosine(position * a.freq[pair]) : make_float2(0.0f, 1.0f);
   }
 }
 
+// So many elements of 16 bits, at a multiple of their size.
+template <int kCount>
+struct Elements {
+  static_assert(kCount == 4 || kCount == 8);
+  uint32_t words[kCount / 2];
+
+  __device__ __forceinline__ void load(const bf16* at) {
+    if constexpr (kCount == 8) {
+      const uint4 found = load_fresh(reinterpret_cast<const uint4*>(at));
+      words[0] = found.x, words[1] = found.y, words[2] = found.z, words[3] = found.w;
+    } else {
+      const uint2 found = load_fresh(reinterpret_cast<const uint2*>(at));
+      words[0] = found.x, words[1] = found.y;
+    }
+  }
+
+  __device__ __forceinline__ void store(bf16* at) const {
+    if constexpr (kCount == 8) {
+      *reinterpret_cast<uint4*>(at) = make_uint4(words[0], words[1], words[2], words[3]);
+    } else {
+      *reinterpret_cast<uint2*>(at) = make_uint2(words[0], words[1]);
+    }
+  }
+
+  __device__ __forceinline__ float operator[](int i) const {
+    return __uint_as_float(i % 2 == 0 ? words[i / 2] << 16 : words[i / 2] & 0xffff0000u);
+  }
+};
+
 // The queries of a request and a KV head, normed and turned, into shared memory; zeros where there is none. All that is
 // in global memory of a row is asked for before the first of it is waited for. `waits` for the kernels in front.
-template <int kTiles, class Shared>
+template <class S, class Shared>
 __device__ __forceinline__ void load_queries(const Attend& a, int b, int head, bool waits, Shared& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  constexpr int kEach = 8 * kTiles / kAttendWarps;
+  constexpr int kEach = S::kQueries / S::kWarps;  // queries of a warp
+  constexpr int kHalf = S::kDim / 2, kCount = kHalf / 32;
+  Elements<kCount> norm[2] = {};
+  if (a.norm != nullptr) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      norm[half].load(static_cast<const bf16*>(a.norm) + half * kHalf + lane * kCount);
+    }
+  }
 #pragma unroll 1
   for (int row = 0; row < a.rows; ++row) {
+    Elements<kCount> found[kEach][2];
+    const auto load = [&] {
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) {
+        const int member = j * S::kWarps + warp;
+        if (member < a.group) {
+          const auto* from = static_cast<const bf16*>(a.q) + b * a.q_stride_batch + row * a.q_stride_row +
+                             (head * a.group + member) * a.q_stride_head + lane * kCount;
+          found[j][0].load(from);
+          found[j][1].load(from + kHalf);
+        }
+      }
+    };
+    const bool late = waits && row == 0;
+    if (!late) {
+      load();
+    }
     __syncthreads();  // what was there before is read until here
     if (a.freq != nullptr) {
-      make_turns(a, b, row, shared);
+      make_turns<S>(a, b, row, shared);
     }
     __syncthreads();
-    if (waits && row == 0) {
+    if (late) {
       wait_for_others();
-    }
-    uint4 found[kEach][2];
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) {
-      const int member = j * kAttendWarps + warp;
-      if (member < a.group) {
-        const auto* from = static_cast<const bf16*>(a.q) + b * a.q_stride_batch + row * a.q_stride_row +
-                           (head * a.group + member) * a.q_stride_head + lane * 8;
-        found[j][0] = __ldcg(reinterpret_cast<const uint4*>(from));
-        found[j][1] = __ldcg(reinterpret_cast<const uint4*>(from + kAttendDim / 2));
-      }
+      load();
     }
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
-      const int member = j * kAttendWarps + warp;
+      const int member = j * S::kWarps + warp;
       if (member >= a.group) {
         break;
       }
-      float x[2][8];
+      float x[2][kCount];
       float squares = 0.0f;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          x[half][i] = __bfloat162float(reinterpret_cast<const bf16*>(&found[j][half])[i]);
+        for (int i = 0; i < kCount; ++i) {
+          x[half][i] = found[j][half][i];
           squares = __fmaf_rn(x[half][i], x[half][i], squares);
         }
       }
       if (a.norm != nullptr) {
-        const float factor = __frcp_rn(__fsqrt_rn(warp_sum(squares) * (1.0f / kAttendDim) + a.eps));
+        const float factor = __frcp_rn(__fsqrt_rn(warp_sum(squares) * (1.0f / S::kDim) + a.eps));
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
 #pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            const bf16 norm = shared.norm[half * (kAttendDim / 2) + lane * 8 + i];
-            x[half][i] = x[half][i] * factor * __bfloat162float(norm);
+          for (int i = 0; i < kCount; ++i) {
+            x[half][i] = x[half][i] * factor * norm[half][i];
           }
         }
       }
       if (a.freq != nullptr) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const float2 turn = shared.turns[lane * 8 + i];
+        for (int i = 0; i < kCount; ++i) {
+          const float2 turn = shared.turns[lane * kCount + i];
           const float one = x[0][i], two = x[1][i];
           x[0][i] = __fmaf_rn(one, turn.y, -(two * turn.x));
           x[1][i] = __fmaf_rn(two, turn.y, one * turn.x);
@@ -101,16 +144,20 @@ __device__ __forceinline__ void load_queries(const Attend& a, int b, int head, b
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        *reinterpret_cast<uint4*>(&shared.last.q[row * a.group + member][half * (kAttendDim / 2) + lane * 8]) =
-            make_uint4(pack(x[half][0], x[half][1]), pack(x[half][2], x[half][3]), pack(x[half][4], x[half][5]),
-                       pack(x[half][6], x[half][7]));
+        Elements<kCount> left;
+#pragma unroll
+        for (int i = 0; i < kCount / 2; ++i) {
+          left.words[i] = pack(x[half][2 * i], x[half][2 * i + 1]);
+        }
+        left.store(&shared.q[row * a.group + member][half * kHalf + lane * kCount]);
       }
     }
   }
 #pragma unroll 1
-  for (int query = a.rows * a.group + warp; query < 8 * kTiles; query += kAttendWarps) {
-    auto* to = reinterpret_cast<uint4*>(&shared.last.q[query][lane * 8]);
-    to[0] = to[kAttendDim / 16] = make_uint4(0, 0, 0, 0);
+  for (int query = a.rows * a.group + warp; query < S::kQueries; query += S::kWarps) {
+    const Elements<kCount> none = {};
+    none.store(&shared.q[query][lane * kCount]);
+    none.store(&shared.q[query][kHalf + lane * kCount]);
   }
   __syncthreads();
 }

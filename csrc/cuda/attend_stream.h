@@ -6,14 +6,14 @@
 namespace mtp::cuda {
 namespace {
 
-constexpr int kShareBytes = 8192;  // of a tile's K or V, a warp's: 16 keys x 256 columns, or 32 keys x 128
+constexpr int kShareBytes = 8192;  // of a tile's K or V, a warp's: 16 keys x 256 columns, or 32 x 128, or 64 x 64
 
 // Of which a warp has to know at a time: it asks for keys of the last while it reads those of the first.
 __host__ __device__ constexpr int units_ahead(int ring) { return ring <= 4 ? 4 : 8; }
 
 // A warp's shares of the block's tiles on their way: K of a tile, its V, K of the next one. Nothing is before the first
 // tile but a share of values that are not there, behind which the first unit is looked for.
-template <int kRing>
+template <class S, int kRing>
 class Stream {
  public:
   __device__ Stream(const Attend& a, int head, Unit* found, const void* ring)
@@ -23,15 +23,20 @@ class Stream {
     __syncwarp();
     if (more_) {
       const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-      const auto page = static_cast<uint32_t>(min(max(entry_, int64_t{0}), static_cast<int64_t>(a.num_pages - 1)));
-      at_ = page * a.stride_page + in_page_ * a.stride_slot;
-      seen_ = __ballot_sync(kAll, key_ + lane < end_);
+#pragma unroll
+      for (int j = 0; j < kLines; ++j) {
+        const auto page = static_cast<uint32_t>(min(max(entry_[j], int64_t{0}), static_cast<int64_t>(a.num_pages - 1)));
+        at_[j] = page * a.stride_page + in_page_[j] * a.stride_slot;
+        seen_[j] = __ballot_sync(kAll, key_ + j * 32 + lane < end_);
+      }
       const auto* from = reinterpret_cast<const unsigned char*>(
-          static_cast<const bf16*>(a.k) + head_ * a.k_stride_head + warp / 2 * (kAttendDim / 2) + lane * 8);
+          static_cast<const bf16*>(a.k) + head_ * a.k_stride_head + warp / S::kSixteens * kAttendDepth + lane * 8);
+      const int first = warp % S::kSixteens * 16;
+      const uint32_t at = first < 32 ? at_[0] : at_[kLines - 1], seen = first < 32 ? seen_[0] : seen_[kLines - 1];
       const uint64_t policy = read_once();
 #pragma unroll 8
       for (int i = 0; i < 16; ++i) {
-        copy_16(base_ + slot_ + i * 512 + ((lane ^ (i & 7)) * 16), from, warp % 2 * 16 + i, policy);
+        copy_16(base_ + slot_ + i * 512 + ((lane ^ (i & 7)) * 16), from, at, seen, first % 32 + i, policy);
       }
     }
     end_push();
@@ -40,16 +45,21 @@ class Stream {
   __device__ __forceinline__ void push_values(const Attend& a) {
     __syncwarp();
     if (more_) {
+      constexpr int kLanes = S::kColumns / 8, kRowsAtOnce = 32 / kLanes;
       const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
       const auto* from = reinterpret_cast<const unsigned char*>(
-          static_cast<const bf16*>(a.v) + head_ * a.v_stride_head + warp * (kAttendDim / kAttendWarps) + lane % 16 * 8);
+          static_cast<const bf16*>(a.v) + head_ * a.v_stride_head + warp * S::kColumns + lane % kLanes * 8);
       const uint64_t policy = read_once();
+#pragma unroll
+      for (int j = 0; j < kLines; ++j) {
+        const uint32_t to = base_ + slot_ + j * 32 * S::kColumns * 2;
 #pragma unroll 8
-      for (int i = 0; i < 16; ++i) {
-        const int row = 2 * i + lane / 16;
-        copy_16(base_ + slot_ + row * 256 + ((lane % 16 ^ (row & 7)) * 16), from, row, policy);
+        for (int i = 0; i < 32 / kRowsAtOnce; ++i) {
+          const int row = kRowsAtOnce * i + lane / kLanes;
+          copy_16(to + row * S::kColumns * 2 + ((lane % kLanes ^ (row & 7)) * 16), from, at_[j], seen_[j], row, policy);
+        }
       }
-      key_ += kAttendKeys;
+      key_ += S::kKeys;
     }
     if (key_ >= end_ && !ended_) {
       const Unit unit = units_.find(a);
@@ -62,11 +72,14 @@ class Stream {
       }
       ++count_;
     }
-    const unsigned mine = key_ + threadIdx.x % 32;
-    if (mine < end_) {
-      const unsigned index = mine / static_cast<unsigned>(a.page_size);
-      in_page_ = mine - index * a.page_size;
-      entry_ = load_index(a.table, a.table_is_int64, units_.table() + index);
+#pragma unroll
+    for (int j = 0; j < kLines; ++j) {
+      const unsigned mine = key_ + j * 32 + threadIdx.x % 32;
+      if (mine < end_) {
+        const unsigned index = mine / static_cast<unsigned>(a.page_size);
+        in_page_[j] = mine - index * a.page_size;
+        entry_[j] = load_index(a.table, a.table_is_int64, units_.table() + index);
+      }
     }
     end_push();
   }
@@ -79,10 +92,13 @@ class Stream {
   }
 
  private:
-  __device__ __forceinline__ void copy_16(uint32_t to, const unsigned char* from, int row, uint64_t policy) {
-    const uint32_t at = __shfl_sync(kAll, at_, row);
-    const int bytes = (seen_ >> row & 1) * 16;  // the others are zeros
-    copy_16_bytes(to, from + static_cast<int64_t>(at) * 16, bytes, policy);
+  static constexpr int kLines = S::kKeys / 32;  // keys of a tile that a lane knows the places of
+
+  // Of the key that lane `row` knows, by its place.
+  static __device__ __forceinline__ void copy_16(uint32_t to, const unsigned char* from, uint32_t at, uint32_t seen,
+                                                 int row, uint64_t policy) {
+    const int bytes = (seen >> row & 1) * 16;  // the others are zeros
+    copy_16_bytes(to, from + static_cast<int64_t>(__shfl_sync(kAll, at, row)) * 16, bytes, policy);
   }
 
   __device__ __forceinline__ void end_push() {
@@ -90,17 +106,17 @@ class Stream {
     slot_ = slot_ + kShareBytes == kRing * kShareBytes ? 0 : slot_ + kShareBytes;
   }
 
-  Units units_;
+  Units<S> units_;
   Unit* const found_;  // in shared memory, in turn
   const int head_;
   uint32_t base_, slot_ = (kRing - 1) * kShareBytes;
   int count_ = 0;
   bool more_ = false, ended_ = false;
   unsigned key_ = 0, end_ = 0;  // of the unit that is asked for
-  int64_t entry_ = 0;           // of the table, for a lane's key of the next tile
-  uint32_t in_page_ = 0;
-  uint32_t at_ = 0;  // of a lane's key of the tile, in both caches, in units of 8 elements
-  uint32_t seen_ = 0;
+  int64_t entry_[kLines] = {};  // of the table, for a lane's keys of the next tile
+  uint32_t in_page_[kLines] = {};
+  uint32_t at_[kLines] = {};  // of a lane's keys of the tile, in both caches, in units of 8 elements
+  uint32_t seen_[kLines] = {};
 };
 
 }  // namespace

@@ -6,25 +6,23 @@
 namespace mtp::cuda {
 namespace {
 
-constexpr int kSlabs = 8;  // of 16 columns in a warp's values
-
 __device__ __forceinline__ int row_of(const Attend& a, int query) { return query * a.group_inverse >> 16; }
 
 // A chunk, or a fold of them: maximum and sum of the query lane / 4 of each tile, the sum of a lane's own keys alone;
 // and averages, not divided by it, of the queries lane % 4 * 2 and the next, of 16 columns a slab.
-template <int kTiles>
+template <class S>
 struct Sums {
-  float top[kTiles];
-  float total[kTiles];
-  float y[kTiles][kSlabs][4];
+  float top[S::kTiles];
+  float total[S::kTiles];
+  float y[S::kTiles][S::kSlabs][4];
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
+    for (int t = 0; t < S::kTiles; ++t) {
       top[t] = -INFINITY;
       total[t] = 0.0f;
 #pragma unroll
-      for (int slab = 0; slab < kSlabs; ++slab) {
+      for (int slab = 0; slab < S::kSlabs; ++slab) {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           y[t][slab][k] = 0.0f;
@@ -40,25 +38,48 @@ __device__ __forceinline__ float2 for_averages(float factor) {
   return make_float2(__shfl_sync(kAll, factor, lane), __shfl_sync(kAll, factor, lane + 4));
 }
 
-// A fold of chunks: as a chunk's sums, but the averages are in shared memory.
-template <int kTiles>
-struct Fold {
-  float top[kTiles];
-  float total[kTiles];
-};
-
 // Where an average of a lane's is: of the query t * 8 + lane % 4 * 2 + i.
+template <class S>
 __device__ __forceinline__ int column_of(int slab, int below) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  return warp * (kAttendDim / kAttendWarps) + slab * 16 + below * 8 + lane / 4;
+  return warp * S::kColumns + slab * 16 + below * 8 + lane / 4;
 }
 
+// Averages of a fold of chunks, and whether there is the query of t and k.
+template <class S>
+struct InRegisters {
+  float y[S::kTiles][S::kSlabs][4];
+
+  __device__ __forceinline__ bool has(int, int) const { return true; }
+  __device__ __forceinline__ float& at(int t, int slab, int k) { return y[t][slab][k]; }
+};
+
+template <class S>
+struct InShared {
+  float (*rows)[S::kDim + 4];
+  int queries;
+
+  static __device__ __forceinline__ int query_of(int t, int k) {
+    return t * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + k % 2;
+  }
+  __device__ __forceinline__ bool has(int t, int k) const { return query_of(t, k) < queries; }
+  __device__ __forceinline__ float& at(int t, int slab, int k) {
+    return rows[query_of(t, k)][column_of<S>(slab, k / 2)];
+  }
+};
+
+template <class S, class Averages>
+struct Fold {
+  float top[S::kTiles];
+  float total[S::kTiles];
+  Averages y;
+};
+
 // A chunk's sums, complete, into those before it: the arithmetic of the merge.
-template <int kTiles, class Shared>
-__device__ __forceinline__ void fold_chunk(Fold<kTiles>& into, const Sums<kTiles>& chunk, bool first, int queries,
-                                           Shared& shared) {
+template <class S, class Averages>
+__device__ __forceinline__ void fold_chunk(Fold<S, Averages>& into, const Sums<S>& chunk, bool first) {
 #pragma unroll
-  for (int t = 0; t < kTiles; ++t) {
+  for (int t = 0; t < S::kTiles; ++t) {
     const float best = first ? chunk.top[t] : fmaxf(into.top[t], chunk.top[t]);
     const float base = best == -INFINITY ? 0.0f : best;
     const float shrink = exp2_approx(into.top[t] - base), new_shrink = exp2_approx(chunk.top[t] - base);
@@ -67,11 +88,10 @@ __device__ __forceinline__ void fold_chunk(Fold<kTiles>& into, const Sums<kTiles
     const float2 one = for_averages(shrink), two = for_averages(new_shrink);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const int query = t * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + k % 2;
-      if (query < queries) {
+      if (into.y.has(t, k)) {
 #pragma unroll
-        for (int slab = 0; slab < kSlabs; ++slab) {
-          float& at = shared.last.folds[query][column_of(slab, k / 2)];
+        for (int slab = 0; slab < S::kSlabs; ++slab) {
+          float& at = into.y.at(t, slab, k);
           const float y = chunk.y[t][slab][k];
           at = first ? y : __fmaf_rn(at, k % 2 == 0 ? one.x : one.y, __fmul_rn(y, k % 2 == 0 ? two.x : two.y));
         }
@@ -81,9 +101,9 @@ __device__ __forceinline__ void fold_chunk(Fold<kTiles>& into, const Sums<kTiles
 }
 
 // A part to where the merge finds it: `average(t, slab, k)` of a lane's.
-template <int kTiles, class Average>
-__device__ __forceinline__ void leave(const Attend& a, int head, const Unit& unit, const float (&top)[kTiles],
-                                      const float (&total)[kTiles], Average average) {
+template <class S, class Average>
+__device__ __forceinline__ void leave(const Attend& a, int head, const Unit& unit, const float (&top)[S::kTiles],
+                                      const float (&total)[S::kTiles], Average average) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const auto line_of = [&](int query) {
     const int64_t row = static_cast<int64_t>(unit.b) * a.rows + row_of(a, query);
@@ -91,7 +111,7 @@ __device__ __forceinline__ void leave(const Attend& a, int head, const Unit& uni
     return (row * (a.kv_heads * a.group) + head * a.group + member) * a.parts + unit.part;
   };
 #pragma unroll
-  for (int t = 0; t < kTiles; ++t) {
+  for (int t = 0; t < S::kTiles; ++t) {
     const int own = t * 8 + lane / 4;
     if (warp == 0 && lane % 4 == 0 && own < a.rows * a.group) {
       *reinterpret_cast<float2*>(a.stats + line_of(own) * 2) = make_float2(top[t], total[t]);
@@ -100,14 +120,29 @@ __device__ __forceinline__ void leave(const Attend& a, int head, const Unit& uni
     for (int i = 0; i < 2; ++i) {
       const int query = t * 8 + lane % 4 * 2 + i;
       if (query < a.rows * a.group) {
-        float* at = a.partial + line_of(query) * kAttendDim;
+        float* at = a.partial + line_of(query) * S::kDim;
 #pragma unroll
-        for (int slab = 0; slab < kSlabs; ++slab) {
-          at[column_of(slab, 0)] = average(t, slab, i);
-          at[column_of(slab, 1)] = average(t, slab, i + 2);
+        for (int slab = 0; slab < S::kSlabs; ++slab) {
+          at[column_of<S>(slab, 0)] = average(t, slab, i);
+          at[column_of<S>(slab, 1)] = average(t, slab, i + 2);
         }
       }
     }
+  }
+}
+
+// Neighbours, then pairs of them, and so on.
+template <int kCount>
+__device__ __forceinline__ float sum_of(const float (&x)[kCount]) {
+  if constexpr (kCount == 2) {
+    return x[0] + x[1];
+  } else {
+    float pairs[kCount / 2];
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      pairs[i] = x[2 * i] + x[2 * i + 1];
+    }
+    return sum_of(pairs);
   }
 }
 

@@ -8,8 +8,23 @@
 namespace mtp::cuda {
 namespace {
 
-constexpr int kAttendWarps = 4;
-constexpr int kAttendThreads = 32 * kAttendWarps;
+constexpr int kAttendDepth = 256;  // columns of a key, a warp's
+
+// How a block's warps share a tile. Of keys each has 16, and of their depth 256 columns; of values all keys, and some
+// of the columns. kTiles: of 8 queries.
+template <int dim, int warps, int tiles>
+struct Shape {
+  static constexpr int kDim = dim, kWarps = warps, kTiles = tiles;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kDepths = kDim / kAttendDepth;  // that share the depth of a key,
+  static constexpr int kSixteens = kWarps / kDepths;   // and that share the keys
+  static constexpr int kKeys = 16 * kSixteens;         // of a tile
+  static constexpr int kColumns = kDim / kWarps;       // of values, a warp's
+  static constexpr int kSlabs = kColumns / 16;
+  static constexpr int kQueries = 8 * kTiles;
+  // Folds of few queries lie where these were, which are in registers then: those would not hold both.
+  static constexpr int kFoldsInShared = kDim == 512 && kTiles == 1 ? 4 : 0;
+};
 
 __device__ __forceinline__ int64_t load_index(const void* at, bool is_int64, int64_t i) {
   return is_int64 ? static_cast<const int64_t*>(at)[i] : static_cast<const int32_t*>(at)[i];
@@ -31,6 +46,7 @@ struct Visible {
   int parts;
 };
 
+template <class S>
 __device__ __forceinline__ Visible visible_of(const Attend& a, int b) {
   Visible found;
   int64_t entries = a.table_size;
@@ -45,12 +61,13 @@ __device__ __forceinline__ Visible visible_of(const Attend& a, int b) {
   const auto length = static_cast<int>(min(max(load_index(a.lengths, a.lengths_are_int64, b), int64_t{0}), capacity));
   found.keys = min(length, a.bound);
   found.first = length - found.keys;
-  found.chunk = keys_of_chunk(found.keys, a.chunk_weight, a.log2_max_chunks, kAttendKeys);
+  found.chunk = keys_of_chunk(found.keys, a.chunk_weight, a.log2_max_chunks, S::kKeys);
   found.parts = min(how_many(how_many(found.keys, found.chunk), a.chunks_a_part), a.parts);
   return found;
 }
 
 // The units of a block, in their order.
+template <class S>
 class Units {
  public:
   __device__ explicit Units(const Attend& a) {
@@ -80,7 +97,7 @@ class Units {
       const int below = __shfl_sync(kAll, upto_, max(owner - 1, 0));
       b_ = first_ + owner;
       part_ = next_ - (owner > 0 ? below : 0);
-      const Visible seen = visible_of(a, b_);
+      const Visible seen = visible_of<S>(a, b_);
       table_ = seen.table;
       parts_ = seen.parts;
       chunk_ = seen.chunk;
@@ -103,7 +120,7 @@ class Units {
   // Parts of 32 requests, a lane each, with those of the lanes below it.
   static __device__ __forceinline__ int count(const Attend& a, int first) {
     const int lane = threadIdx.x % 32;
-    int upto = first + lane < a.batch ? visible_of(a, first + lane).parts : 0;
+    int upto = first + lane < a.batch ? visible_of<S>(a, first + lane).parts : 0;
 #pragma unroll
     for (int i = 1; i < 32; i *= 2) {
       const int more = __shfl_up_sync(kAll, upto, i);

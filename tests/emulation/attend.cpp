@@ -20,8 +20,8 @@ using mtp::cuda::Attend;
 
 void (*kernel)(Attend);
 const Attend* arguments;
-bool ended[emulated::kThreads];
-unsigned char stacks[emulated::kThreads][1 << 16];
+bool ended[emulated::kMostThreads];
+unsigned char stacks[emulated::kMostThreads][1 << 16];
 
 void run_thread() {
   kernel(*arguments);
@@ -30,7 +30,8 @@ void run_thread() {
 
 void run_block() {
   using namespace emulated;
-  for (int t = 0; t < kThreads; ++t) {
+  const int threads = all.members;
+  for (int t = 0; t < threads; ++t) {
     ended[t] = false;
     copies[t].assign(1, {});
     getcontext(&contexts[t]);
@@ -41,8 +42,8 @@ void run_block() {
   }
   for (bool more = true; more;) {
     more = false;
-    for (int i = 0; i < kThreads; ++i) {
-      thread.x = (i * 37 + block.x * 11) % kThreads;  // in another order in each block
+    for (int i = 0; i < threads; ++i) {
+      thread.x = (i * 37 + block.x * 11) % threads;  // in another order in each block
       if (!ended[thread.x]) {
         more = true;
         swapcontext(&scheduler, &contexts[thread.x]);
@@ -69,14 +70,16 @@ extern "C" int emulate_attend(const void* const* p, const int64_t* n, const floa
   a.table_stride = *n++, a.table_size = *n++, a.position_stride_batch = *n++, a.position_stride = *n++;
   a.k_scale_stride = *n++;
   a.num_pages = next(), a.page_size = next(), a.bound = next(), a.log2_max_chunks = next(), a.chunks_a_part = next();
-  a.parts = next(), a.batch = next(), a.rows = next(), a.kv_heads = next(), a.group = next(), a.num_pairs = next();
+  a.parts = next(), a.batch = next(), a.rows = next(), a.kv_heads = next(), a.group = next();
+  a.head_dim = next(), a.num_pairs = next();
   a.group_inverse = (65536 + a.group - 1) / a.group;
   a.chunk_weight = f[0], a.sm_scale = f[1], a.eps = f[2];
 
-  const bool many = a.rows * a.group > kAttendFew, folds = a.chunks_a_part > 1;
-  kernel = many ? (folds ? attend<2, kRingOf16, true> : attend<2, kRingOf16, false>)
-                : (folds ? attend<1, kRingOf4, true> : attend<1, kRingOf4, false>);
-  const int bytes = many ? bytes_of<2, kRingOf16>(a, folds) : bytes_of<1, kRingOf4>(a, folds);
+  const int bytes = with_kernel(a, [](void (*found)(Attend), int threads, int shared) {
+    kernel = found;
+    emulated::all.members = threads;
+    return shared;
+  });
   arguments = &a;
   emulated::shared = memory;
   emulated::grid.x = blocks;

@@ -16,7 +16,7 @@
 #define __global__
 #define __shared__
 #define __forceinline__ inline
-#define __launch_bounds__(...)
+#define __maxnreg__(...)
 #define __grid_constant__
 #define __align__(n)
 
@@ -44,7 +44,7 @@ T max(T a, T b) {
 
 namespace emulated {
 
-constexpr int kThreads = 128, kShared = 232448;  // of a block, at most
+constexpr int kMostThreads = 256, kShared = 232448;  // of a block
 struct Index {
   int x = 0;
 };
@@ -67,10 +67,10 @@ struct Copy {
 
 inline Index thread, block, grid;
 inline unsigned char* shared = nullptr;
-inline Warp warps[kThreads / 32];
-inline Barrier all{kThreads};
-inline std::vector<std::vector<Copy>> copies[kThreads];  // groups, the last of which is open
-inline ucontext_t scheduler, contexts[kThreads];
+inline Warp warps[kMostThreads / 32];
+inline Barrier all{0};                                       // the threads of the launch
+inline std::vector<std::vector<Copy>> copies[kMostThreads];  // groups, the last of which is open
+inline ucontext_t scheduler, contexts[kMostThreads];
 
 inline void stop() {
   const int me = thread.x;
@@ -157,13 +157,10 @@ inline uint32_t __float_as_uint(float x) {
   std::memcpy(&bits, &x, sizeof bits);
   return bits;
 }
-template <class T>
-T __ldg(const T* at) {
-  return *at;
-}
-template <class T>
-T __ldcg(const T* at) {
-  return *at;
+inline float __uint_as_float(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
 }
 
 namespace mtp::cuda {
@@ -171,7 +168,6 @@ namespace mtp::cuda {
 struct bf16 {
   uint16_t bits;
 };
-inline float __bfloat162float(bf16 x) { return emulated::bf16_of(x.bits, 0); }
 inline uint32_t rounded_bits(float x) {
   const uint32_t bits = __float_as_uint(x);
   return x != x ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
@@ -179,6 +175,10 @@ inline uint32_t rounded_bits(float x) {
 inline uint32_t pack(float one, float two) { return rounded_bits(one) | rounded_bits(two) << 16; }
 
 constexpr uint32_t kAll = 0xffffffffu;
+template <class T>
+T load_fresh(const T* at) {
+  return *at;
+}
 inline void let_others_start() {}
 inline void wait_for_others() {}
 inline float exp2_approx(float x) { return std::exp2(x); }

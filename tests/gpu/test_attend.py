@@ -11,7 +11,7 @@ from attend_cases import HEADS, LENGTHS, OPTIONS, absent, made
 from attention_cases import check_call
 from harness import assert_same_bits, call, forced
 from pairwise import pairwise
-from real_attention import CONTEXTS, AttentionCase, check_attention
+from real_attention import CONTEXTS, SLIDING, AttentionCase, check_attention
 
 from mtp_kernels import _attention
 
@@ -20,9 +20,13 @@ pytestmark = pytest.mark.skipif(bool(absent()), reason=absent() or "runs")
 
 
 def real_cases() -> list[AttentionCase]:
-    """All pairs of the sizes that are served, of the checkpoints that have heads of 512."""
+    """All pairs of the sizes that are served, of the checkpoints' layers."""
     axes = {
-        "layer": [("E4B", 1), ("E4B", 2), ("E2B", 1), ("E2B", 3), ("E2B", 4), ("12B", 1)],  # rows
+        "layer": [
+            *(("full_attention", *one) for one in (("E4B", 1), ("E4B", 2), ("E2B", 1), ("E2B", 3), ("E2B", 4))),
+            ("full_attention", "12B", 1),
+            *((SLIDING, *one) for one in (("12B", 1), ("26B-A4B", 3), ("31B", 1), ("31B", 4))),
+        ],  # and rows
         "context": (*CONTEXTS, 2049),
         "batch": (1, 3, 8, 64),
         "page_size": (1, 16, 64, 61),
@@ -31,8 +35,8 @@ def real_cases() -> list[AttentionCase]:
     }
     found = []
     for values in pairwise(axes):
-        model, rows = values.pop("layer")
-        found.append(AttentionCase(model, "full_attention", rows=rows, **values))
+        layer_type, model, rows = values.pop("layer")
+        found.append(AttentionCase(model, layer_type, rows=rows, **values))
     return found
 
 
@@ -45,7 +49,7 @@ def test_real_sizes(case: AttentionCase) -> None:
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)} requests")
 @pytest.mark.parametrize("more", OPTIONS, ids=lambda more: ", ".join(more))
-def test_small_sizes(heads: tuple[int, int, int], lengths: list[int], more: dict[str, Any]) -> None:
+def test_small_sizes(heads: tuple[int, int, int, int], lengths: list[int], more: dict[str, Any]) -> None:
     scales = {name: torch.tensor(value, device="cuda") for name, value in more.items() if name.endswith("_scale")}
     args, kwargs = made(heads, lengths, **{**more, **scales})
     check_call(args, kwargs, IMPLEMENTATION)
@@ -54,7 +58,7 @@ def test_small_sizes(heads: tuple[int, int, int], lengths: list[int], more: dict
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("lengths", [[700], [33, 0, 64, 1500], [*[300] * 9, *[0] * 25, 1100, 7]], ids=len)
 def test_the_same_bits_however_it_is_shared_out(
-    heads: tuple[int, int, int], lengths: list[int], monkeypatch: pytest.MonkeyPatch
+    heads: tuple[int, int, int, int], lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In chunks or folds of them, in many blocks or one for each KV head, each request alone, in a narrower table."""
     args, kwargs = made(heads, lengths, page_size=16)
@@ -79,7 +83,7 @@ def test_the_same_bits_however_it_is_shared_out(
 def test_ten_thousand_requests() -> None:
     """Of which blocks have to find their own."""
     lengths = [0 if b % 3 else 1 + b % 50 for b in range(10000)]
-    args, kwargs = made((1, 4, 2), lengths[:600], page_size=16)
+    args, kwargs = made((512, 1, 4, 2), lengths[:600], page_size=16)
     many = [t.repeat(17, *[1] * (t.dim() - 1))[:10000].contiguous() for t in (args[0], args[3], args[4])]
     positions = kwargs["positions"].repeat(17, 1)[:10000]
     with forced(IMPLEMENTATION):
@@ -90,7 +94,7 @@ def test_ten_thousand_requests() -> None:
 
 def test_captured() -> None:
     """New queries, lengths and tables at every replay."""
-    args, kwargs = made((1, 4, 2), [300, 0, 1100], page_size=16)
+    args, kwargs = made((512, 1, 4, 2), [300, 0, 1100], page_size=16)
     start = [t.clone() for t in args[:5]]
     with forced(IMPLEMENTATION):
         expected = call(OP, *args, **kwargs)

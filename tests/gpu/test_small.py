@@ -82,12 +82,15 @@ def test_attention_with_garbage_behind(layout: str, fp8: bool, flat: bool) -> No
     check_numerics(got, naive(got.dtype, *args, **kwargs), naive(torch.float64, *args, **kwargs), atol=1e-6)
 
 
+HEADS_BY_CUDA = [(512, 1, 4, 2), (512, 2, 4, 2), (512, 1, 16, 1), (512, 3, 3, 1), (256, 1, 8, 4), (256, 4, 4, 4)]
+
+
 @pytest.mark.skipif(bool(absent()), reason=absent() or "runs")
-@pytest.mark.parametrize("heads", [(1, 4, 2), (2, 4, 2), (1, 16, 1), (3, 3, 1)], ids=str)
+@pytest.mark.parametrize("heads", HEADS_BY_CUDA, ids=str)
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("each", ["chunks", "folds"])
-def test_attention_of_heads_of_512(
-    heads: tuple[int, int, int], flat: bool, each: str, monkeypatch: pytest.MonkeyPatch
+def test_attention_by_cuda(
+    heads: tuple[int, int, int, int], flat: bool, each: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths = [43, 0, 70, 7]
     args, kwargs = made(heads, lengths, page_size=5, window_left=60, flat=flat)
