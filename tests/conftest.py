@@ -10,10 +10,16 @@ import pytest
 import torch
 
 import mtp_kernels
+from mtp_kernels._triton import interpreting
 
 ROOT = Path(__file__).resolve().parents[1]
 
 torch.set_num_threads(2)
+
+if interpreting():
+    from quick_interpreter import quicken
+
+    quicken()
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""draft_attention's tests in Triton's interpreter: as long as those of all other ops together."""
+"""draft_attention's tests in Triton's interpreter: longer than those of any other op."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The heads' tests in Triton's interpreter: as long as those of all other ops but draft_attention together."""
+"""The heads' tests in Triton's interpreter: nearly as long as those of all other ops but draft_attention together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Runs an op's tests with its Triton kernel in Triton's interpreter, in a process of their own."""
+"""Runs an op's tests with its Triton kernel in Triton's interpreter, in a process of their own.
+
+conftest.py has the interpreter quickened there (quick_interpreter.py).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-HEADS = ("centroid_logits", "centroid_topk", "lm_head_topk")  # as long as all ops but draft_attention
+HEADS = ("centroid_logits", "centroid_topk", "lm_head_topk")  # two thirds of the time of all others but draft_attention
 
 
 def check_interpreted(name: str) -> None:
