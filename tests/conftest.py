@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairwise import meet_all_pairs
 
 import mtp_kernels
 from mtp_kernels._triton import interpreting
@@ -43,13 +44,34 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Drop the cases in which an implementation would be forced on a device it does not run on."""
+    """Drop the cases in which an implementation would be forced on a device it does not run on, and those that Triton's
+    slow interpreter can do without."""
     from harness import available
 
     dropped = [item for item in items if not _can_run(item, available)]
+    if interpreting():
+        dropped += _met_before([item for item in items if item not in set(dropped)])
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = [item for item in items if item not in set(dropped)]
+
+
+def _met_before(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The cases of kernels in Triton's interpreter whose values all meet, two by two, in another case of their test.
+
+    A kernel's dtypes, indices, layouts and sizes are branches on one of them or on two. All combinations run on a GPU.
+    """
+    tests: dict[str, list[tuple[pytest.Item, dict[str, str]]]] = {}
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        if callspec is not None and callspec.params.get("implementation") == "triton":
+            values = {name: repr(value) for name, value in callspec.params.items()}
+            tests.setdefault(item.nodeid.split("[")[0], []).append((item, values))
+    spare: list[pytest.Item] = []
+    for cases in tests.values():
+        kept = meet_all_pairs([values for _, values in cases])
+        spare += [item for place, (item, _) in enumerate(cases) if place not in kept]
+    return spare
 
 
 def _can_run(item: pytest.Item, available: Callable[[str, str], list[str]]) -> bool:

@@ -1,4 +1,4 @@
-"""All pairs: a short list of cases in which every two values of different axes meet."""
+"""All pairs: a short list of cases in which every two values of different axes meet, new or of given ones."""
 
 from __future__ import annotations
 
@@ -29,6 +29,18 @@ def pairwise(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
             missing.pop(pair, None)
         cases.append({axis: case[axis] for axis in axes})
     return cases
+
+
+def meet_all_pairs(cases: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The places of cases in which all values and pairs of values meet that do in any case. Greedy: the first of those
+    in which most meet for the first time."""
+    met_by = [{*case.items(), *combinations(sorted(case.items()), 2)} for case in cases]
+    missing, chosen = set().union(*met_by), []
+    while missing:
+        best = max(range(len(cases)), key=lambda i: len(met_by[i] & missing))
+        missing -= met_by[best]
+        chosen.append(best)
+    return sorted(chosen)
 
 
 def _pairs(axes: Mapping[str, Sequence[Any]], case: Mapping[str, Any]) -> list[Pair]:

@@ -10,7 +10,7 @@ import pytest
 import real_attention
 import torch
 from harness import DEVICES, implementations
-from pairwise import pairwise
+from pairwise import meet_all_pairs, pairwise
 from real_attention import SLIDING, AttentionCase, check_attention, problem
 
 OP = "draft_attention"
@@ -86,3 +86,15 @@ def test_pairwise_meets_every_pair() -> None:
     for one, two in combinations(axes, 2):
         assert {(c[one], c[two]) for c in cases} == {(x, y) for x in axes[one] for y in axes[two]}
     assert len(cases) < 20 and cases == pairwise(axes)
+
+
+def test_meet_all_pairs_leaves_none_out() -> None:
+    """Of cases that lack some combinations; of one axis, or of two, all stay."""
+    cases = [{"a": a, "b": b, "c": c, "d": 0} for a in range(4) for b in "xyz" for c in (True, False) if a or b != "x"]
+    chosen = [cases[i] for i in meet_all_pairs(cases)]
+    for one, two in combinations("abcd", 2):
+        assert {(c[one], c[two]) for c in chosen} == {(c[one], c[two]) for c in cases}
+    assert 11 <= len(chosen) < 15 < len(cases)
+    for axes in ("a", "ab"):
+        fewer = [dict(case) for case in dict.fromkeys(tuple((axis, c[axis]) for axis in axes) for c in cases)]
+        assert meet_all_pairs(fewer) == list(range(len(fewer)))
