@@ -25,11 +25,10 @@ namespace {
 constexpr int kSteps = kAttendDepth / 16;
 constexpr float kLog2E = 1.4426950408889634f;
 
-// kRing: shares of K and V that a warp has on the way, in turn.
-template <class S, int kRing>
+template <class S>
 struct AttendShared {
   unsigned char ring[S::kWarps][kRing][kShareBytes];
-  Unit units[S::kWarps][units_ahead(kRing)];
+  Unit units[S::kWarps][kUnitsAhead];
   union {
     float scores[2][S::kDepths][S::kQueries][S::kKeys + 8];  // for one tile and the next
     float2 turns[S::kDim / 2];                               // of queries that are one row
@@ -41,17 +40,16 @@ struct AttendShared {
 };
 
 // Registers: beside a segment's block an SM has 176 for each of 128 threads.
-template <class S, int kRing, bool kFolds>
+template <class S, bool kFolds>
 __global__ void __maxnreg__(S::kTiles == 1 ? 176 : 255) attend(const __grid_constant__ Attend a) {
-  static_assert(kRing % 2 == 1, "values are pushed when keys have been read");
   constexpr int kTiles = S::kTiles, kKeys = S::kKeys;
   extern __shared__ __align__(16) unsigned char memory[];
-  auto& shared = *reinterpret_cast<AttendShared<S, kRing>*>(memory);
+  auto& shared = *reinterpret_cast<AttendShared<S>*>(memory);
   let_others_start();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int head = static_cast<int>(blockIdx.x) % a.kv_heads;
   const int depth = warp / S::kSixteens, sixteen = warp % S::kSixteens;
-  Stream<S, kRing> stream(a, head, shared.units[warp], shared.ring[warp]);
+  Stream<S> stream(a, head, shared.units[warp], shared.ring[warp]);
   // Of ldmatrix: where in a share a lane's row begins, for each of four neighbours in depth or columns.
   uint32_t key_at[4], value_at[4];
 #pragma unroll
@@ -80,7 +78,7 @@ __global__ void __maxnreg__(S::kTiles == 1 ? 176 : 255) attend(const __grid_cons
     float (*const scores)[S::kQueries][kKeys + 8] = shared.scores[tile & 1];
     if (tile >= 0) {
       if (key >= end || tile == 0) {
-        unit = &shared.units[warp][number++ % units_ahead(kRing)];
+        unit = &shared.units[warp][number++ % kUnitsAhead];
         if (unit->b < 0) {
           if (tile == 0) {
             wait_for_others();  // who ends before those in front would let the next kernel run too soon
@@ -222,17 +220,14 @@ __global__ void __maxnreg__(S::kTiles == 1 ? 176 : 255) attend(const __grid_cons
   }
 }
 
-// An SM has room for two blocks of 8 queries, or one of 16.
-constexpr int kRing = 3;
-
-// `use` gets the kernel that serves a launch, its threads and its bytes of shared memory.
+// `use` gets the kernel that serves a launch, its threads and its bytes of shared memory: an SM has room for two blocks
+// of 8 queries, or one of 16.
 template <class Use>
 auto with_kernel(const Attend& a, Use use) {
   const auto of = [&](auto shape) {
     using S = decltype(shape);
-    const int bytes = static_cast<int>(sizeof(AttendShared<S, kRing>));
-    return a.chunks_a_part > 1 ? use(attend<S, kRing, true>, S::kThreads, bytes)
-                               : use(attend<S, kRing, false>, S::kThreads, bytes);
+    const int bytes = static_cast<int>(sizeof(AttendShared<S>));
+    return a.chunks_a_part > 1 ? use(attend<S, true>, S::kThreads, bytes) : use(attend<S, false>, S::kThreads, bytes);
   };
   return a.head_dim == 256      ? of(Shape<256, 4, 1>())
          : a.rows * a.group > 8 ? of(Shape<512, 8, 2>())

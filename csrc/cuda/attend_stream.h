@@ -8,12 +8,13 @@ namespace {
 
 constexpr int kShareBytes = 8192;  // of a tile's K or V, a warp's: 16 keys x 256 columns, or 32 x 128, or 64 x 64
 
-// Of which a warp has to know at a time: it asks for keys of the last while it reads those of the first.
-__host__ __device__ constexpr int units_ahead(int ring) { return ring <= 4 ? 4 : 8; }
+constexpr int kRing = 3;        // shares of K and V that a warp has on the way, in turn
+constexpr int kUnitsAhead = 4;  // that a warp has to know: it asks for keys of the last while it reads the first's
+static_assert(kRing % 2 == 1, "values are pushed when keys have been read");
 
 // A warp's shares of the block's tiles on their way: K of a tile, its V, K of the next one. Nothing is before the first
 // tile but a share of values that are not there, behind which the first unit is looked for.
-template <class S, int kRing>
+template <class S>
 class Stream {
  public:
   __device__ Stream(const Attend& a, int head, Unit* found, const void* ring)
@@ -68,7 +69,7 @@ class Stream {
       key_ = unit.begin;
       end_ = unit.end;
       if (threadIdx.x % 32 == 0) {
-        found_[count_ % units_ahead(kRing)] = unit;
+        found_[count_ % kUnitsAhead] = unit;
       }
       ++count_;
     }

@@ -202,7 +202,7 @@ __device__ __forceinline__ void project_quarters(const Segment& s, const Group& 
 }
 
 // Registers of a thread, of which there are 65536 an SM: a block leaves what a block of 4 warps of the next attention
-// takes (168 a thread), so that each may start while the other still runs. GPUs before sm_90 start none early.
+// takes (176 a thread), so that each may start while the other still runs. GPUs before sm_90 start none early.
 #if __CUDA_ARCH__ >= 900
 constexpr int kMostRegisters = 168;
 #else
