@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._cpu_step import cpu_chain
+from .._cuda_launch import CudaLaunch
 from ..captured import FUSED, OPS, SEGMENTS, STEP, choose_kernels, launch_round, new_workspace
 from ..draft import DraftTree, draft_step, num_candidates
 from ..kv_view import KVView
@@ -88,7 +89,8 @@ class StepProblem:
 def candidates(case: Case, problem: StepProblem, setting: Setting) -> list[Candidate]:
     """Who runs the case, ours first."""
     kernels = _kernels(problem.inputs, case)
-    served = {SEGMENTS: "cuda and triton, segments", FUSED: "triton, fused", STEP: "cpu, whole step"}.get(kernels)
+    served = _fused_by(problem.inputs, case, kernels) if kernels in (FUSED, SEGMENTS) else None
+    served = "cpu, whole step" if kernels == STEP else served
     if case.level == "round":
         served = served or served_by(lambda: _bind_round(case, kernels)(problem.inputs)())
         return [Candidate("mtp", _bind_round(case, kernels), _tree, served)]
@@ -121,6 +123,18 @@ def _bind_ours(case: Case, kernels: str) -> Callable[[StepInputs], Callable[[], 
         return lambda: _our_chain(one, case)
 
     return bind
+
+
+def _fused_by(one: StepInputs, case: Case, kernels: str) -> str:
+    """What the launches of a chain are of, as "cuda and triton, segments"."""
+    from ..fused import Drafter, draft_chain
+
+    found: list[Any] = []
+    workspace = new_workspace(kernels, one.weights, case.batch)
+    drafter = Drafter(one.weights, one.kv, one.positions, emit=found.append, workspace=workspace)
+    draft_chain(drafter, one.seed_ids, one.state, 1, None, None)
+    names = {"cuda" if isinstance(launch, CudaLaunch) else "triton" for launch in found}
+    return f"{' and '.join(sorted(names))}, {kernels}"
 
 
 def _our_chain(one: StepInputs, case: Case) -> tuple[list[Tensor], list[Tensor]]:

@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from mtp_kernels.bench import run_steps
+from mtp_kernels.bench.case import Case
 from mtp_kernels.triton_ops._launch import Launch
-from test_cuda_library import launches
+from test_cuda_library import launches, meta_views
+from triton_compile import compile_launch
 
-from mtp_kernels import _attention, _native, fused
+from mtp_kernels import AssistantWeights, _attention, _native, _segment, fused
 from mtp_kernels._cuda_launch import CudaLaunch
 
 E4B, E2B, OF_12B, OF_31B = (4, 2), (4, 1), (16, 1), (32, 16)  # query heads, KV heads; of 31B's sliding layers
@@ -155,3 +158,33 @@ def test_a_round_on_segments(model: str, batch: int, monkeypatch: pytest.MonkeyP
         for name in ("partial", "stats", "bound", "chunk_weight", "max_chunks", "chunks_a_part"):
             assert segment[name] is attention[name] or segment[name] == attention[name]
         assert segment["chunk_multiple"] == 32 and segment["num_kv_heads"] == attention["k_cache"].size(2)
+
+
+@pytest.mark.parametrize("model", ["E2B", "E4B"])
+@pytest.mark.usefixtures("library")
+def test_the_first_attention_leaves_a_segment_room(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three programs of it, 128 threads each, and a segment's block of 256: 65536 registers, and nothing spilt."""
+    monkeypatch.setattr(fused, "capability", lambda device: 90)
+    for batch in (1, 2, 8):
+        made = launches(model, batch, 1024)
+        step = [x for x in made[: len(made) // 2] if isinstance(x, Launch) and x.kernel.fn.__name__ == "attend"]
+        assert [x.registers for x in step] == [_segment.REGISTERS if batch > 1 else 0, 0, 0]
+    assert 3 * 128 * _segment.REGISTERS + 256 * 128 <= 65536
+    for arch in (90, 100):
+        compiled = compile_launch(step[0], arch)
+        assert compiled.registers <= _segment.REGISTERS and compiled.spill_stores == 0
+
+
+@pytest.mark.parametrize(("model", "kernels"), [("31B", "fused"), ("E2B", "segments")])
+@pytest.mark.parametrize("capability", [90, 80])
+@pytest.mark.usefixtures("library")
+def test_a_benchmark_says_what_serves_a_round(
+    model: str, kernels: str, capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "capability", lambda device: capability)
+    weights = AssistantWeights.synthetic(model, device="meta")
+    ids = torch.empty(1, dtype=torch.int64, device="meta")
+    state = torch.empty(1, weights.backbone, dtype=weights.dtype, device="meta")
+    one = run_steps.StepInputs(weights, meta_views(weights, 1, 1024), ids, state, ids)
+    by = "cuda and triton" if capability == 90 or kernels == "segments" else "triton"
+    assert run_steps._fused_by(one, Case("step", "chain", model), kernels) == f"{by}, {kernels}"
