@@ -151,8 +151,9 @@ def beside(launch: Launch | CudaLaunch) -> Launch | CudaLaunch:
     A segment starts when there is room for all its blocks. Where the programs take 91 registers they must lie two to an
     SM, and after a step's first kernels they do not: a step of E4B, batch 8 and 8192 keys, took 2.5 us more on an H200.
     """
-    small = isinstance(launch, Launch) and launch.early and launch.constants.get("ONE_TILE")
-    return replace(launch, registers=REGISTERS) if small else launch
+    if isinstance(launch, Launch) and launch.early and launch.constants.get("ONE_TILE"):
+        return replace(launch, registers=REGISTERS)
+    return launch
 
 
 def ranks(weights: AssistantWeights) -> bool:
