@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pairwise import meet_all_pairs
+from pairwise import meet_all_values
 
 import mtp_kernels
 from mtp_kernels._triton import interpreting
@@ -57,9 +57,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _met_before(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The cases of kernels in Triton's interpreter whose values all meet, two by two, in another case of their test.
+    """The cases of kernels in Triton's interpreter whose values are all met in other cases of their test.
 
-    A kernel's dtypes, indices, layouts and sizes are branches on one of them or on two. All combinations run on a GPU.
+    A kernel's dtypes, indices, layouts and sizes are mostly branches on one of them. All combinations run on a GPU.
     """
     tests: dict[str, list[tuple[pytest.Item, dict[str, str]]]] = {}
     for item in items:
@@ -69,7 +69,7 @@ def _met_before(items: list[pytest.Item]) -> list[pytest.Item]:
             tests.setdefault(item.nodeid.split("[")[0], []).append((item, values))
     spare: list[pytest.Item] = []
     for cases in tests.values():
-        kept = meet_all_pairs([values for _, values in cases])
+        kept = meet_all_values([values for _, values in cases])
         spare += [item for place, (item, _) in enumerate(cases) if place not in kept]
     return spare
 

@@ -10,7 +10,7 @@ import pytest
 import real_attention
 import torch
 from harness import DEVICES, implementations
-from pairwise import meet_all_pairs, pairwise
+from pairwise import meet_all_values, pairwise
 from real_attention import SLIDING, AttentionCase, check_attention, problem
 
 OP = "draft_attention"
@@ -88,13 +88,12 @@ def test_pairwise_meets_every_pair() -> None:
     assert len(cases) < 20 and cases == pairwise(axes)
 
 
-def test_meet_all_pairs_leaves_none_out() -> None:
-    """Of cases that lack some combinations; of one axis, or of two, all stay."""
+def test_meet_all_values_leaves_none_out() -> None:
+    """Of cases that lack some combinations; of one axis, all stay."""
     cases = [{"a": a, "b": b, "c": c, "d": 0} for a in range(4) for b in "xyz" for c in (True, False) if a or b != "x"]
-    chosen = [cases[i] for i in meet_all_pairs(cases)]
-    for one, two in combinations("abcd", 2):
-        assert {(c[one], c[two]) for c in chosen} == {(c[one], c[two]) for c in cases}
-    assert 11 <= len(chosen) < 15 < len(cases)
-    for axes in ("a", "ab"):
-        fewer = [dict(case) for case in dict.fromkeys(tuple((axis, c[axis]) for axis in axes) for c in cases)]
-        assert meet_all_pairs(fewer) == list(range(len(fewer)))
+    chosen = [cases[i] for i in meet_all_values(cases)]
+    for axis in "abcd":
+        assert {c[axis] for c in chosen} == {c[axis] for c in cases}
+    assert 4 <= len(chosen) < 7 < len(cases)
+    alone = [{"a": value} for value in range(5)]
+    assert meet_all_values([*alone, {"a": 3}]) == list(range(5))

@@ -37,8 +37,8 @@ def check_promise(rows: list[Row]) -> None:
 @pytest.mark.parametrize("first", range(1, len(COSTS) + 1))
 def test_every_batch_size(first: int) -> None:
     """On the recorded acceptance: at least 97% of the best fixed depth, and of no drafting. The cost models take turns;
-    `mtp-kernels bench policy --acceptance pair --batches 1,2,3,...` runs all of them at each."""
-    for batch in range(first, 129, len(COSTS)):
+    above 32 every third batch of each. `mtp-kernels bench policy --acceptance pair --batches 1,2,3,...` runs all."""
+    for batch in (*range(first, 33, len(COSTS)), *range(32 + first, 129, 3 * len(COSTS))):
         label = list(COSTS)[(batch // len(COSTS)) % len(COSTS)]
         check_promise(list(compare({label: COSTS[label]}, {"pair": [recorded()]}, [batch], 1000, seed=2)))
 

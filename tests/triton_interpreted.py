@@ -1,6 +1,6 @@
 """Runs an op's tests with its Triton kernel in Triton's interpreter, in a process of their own.
 
-conftest.py has the interpreter quickened there (quick_interpreter.py), and leaves out cases that pairs do without.
+conftest.py has the interpreter quickened there (quick_interpreter.py), and leaves out cases whose values are in others.
 """
 
 from __future__ import annotations
