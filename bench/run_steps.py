@@ -89,8 +89,9 @@ class StepProblem:
 def candidates(case: Case, problem: StepProblem, setting: Setting) -> list[Candidate]:
     """Who runs the case, ours first."""
     kernels = _kernels(problem.inputs, case)
-    served = _fused_by(problem.inputs, case, kernels) if kernels in (FUSED, SEGMENTS) else None
-    served = "cpu, whole step" if kernels == STEP else served
+    served = "cpu, whole step" if kernels == STEP else ""
+    if kernels in (FUSED, SEGMENTS):
+        served = _fused_by(problem.inputs, case, kernels)
     if case.level == "round":
         served = served or served_by(lambda: _bind_round(case, kernels)(problem.inputs)())
         return [Candidate("mtp", _bind_round(case, kernels), _tree, served)]

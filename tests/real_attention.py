@@ -66,13 +66,12 @@ class AttentionProblem:
 def check_attention(case: AttentionCase, device: str, implementation: str) -> None:
     """The op's result is as near to fp64 as plain PyTorch of the same dtype; a request without keys gets zeros.
 
-    Of few queries there are several draws: an error is the largest of them all. What rounds a loud key's weight decides
-    it, and of four queries plain PyTorch's may all be rounded by little: the fp32 formula's error itself, rounded once,
-    is all of plain PyTorch's then.
+    Of few queries there are several draws, and an error is the largest of them all, ours and plain PyTorch's: how the
+    weights of a few loud keys are rounded decides it, and those of four queries may happen to be rounded by little.
     """
     one = problem(case, device)
     found = []
-    for draw in range(max(1, LEAST_QUERIES // (case.batch * case.rows * one.args[0].size(2)))):
+    for draw in range(-(-LEAST_QUERIES // (case.batch * case.rows * one.args[0].size(2)))):
         one = one if draw == 0 else other_queries(one, draw)
         with forced(implementation):
             got = call(OP, *one.args, **one.kwargs)

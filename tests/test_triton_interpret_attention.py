@@ -1,4 +1,4 @@
-"""draft_attention's tests in Triton's interpreter: longer than those of any other op."""
+"""draft_attention's tests in Triton's interpreter, in a file of their own that another process may take."""
 
 from __future__ import annotations
 

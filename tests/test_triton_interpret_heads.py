@@ -1,4 +1,4 @@
-"""The heads' tests in Triton's interpreter: nearly as long as those of all other ops but draft_attention together."""
+"""The heads' tests in Triton's interpreter, in a file of their own that another process may take."""
 
 from __future__ import annotations
 

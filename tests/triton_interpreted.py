@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-HEADS = ("centroid_logits", "centroid_topk", "lm_head_topk")  # two thirds of the time of all others but draft_attention
+HEADS = ("centroid_logits", "centroid_topk", "lm_head_topk")  # in a file of their own
 
 
 def check_interpreted(name: str) -> None:

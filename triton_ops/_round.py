@@ -85,6 +85,8 @@ def pre(
     block_n, warps = tile(hidden)
     block_k = next((size for size in (128, 64) if backbone % (size * PRE_SPLITS) == 0), 16)
     splits = min(PRE_SPLITS, triton.cdiv(backbone, block_k))
+    # Few rows are two programs': 64 programs leave SMs idle. Microseconds of this kernel in a step of E4B on an H200,
+    # 8 rows, in one program, two and four: 4.4, 3.4 and 3.9.
     each = block_rows(triton.cdiv(rows, 2) if rows <= MOST_SUMMED else rows)
     output = new_partials(state, rows, 2 * splits, hidden)
     args, constants = source_arguments(

@@ -90,7 +90,8 @@ struct Segment {
 
 // How rows are dealt to groups: so many each, and so many groups. A group of fewer rows has less to wait for, but every
 // group reads all weights. Microseconds of a step of E4B on an H200 with one, two and four: 4 x 1024 75.3, 73.3
-// and 78.3, 8 x 8192 157, 144.7 and 150.0, 16 x 4096 two 175.7 and four 182.1, 32 x 4096 264.3 and 263.6.
+// and 78.3, 8 x 8192 157 (a block of 8 rows takes 164 registers, and starts late), 144.7 and 150.0, 16 x 4096 two
+// 175.7 and four 182.1, 32 x 4096 264.3 and 263.6.
 constexpr int rows_of_group(int rows) { return rows <= 32 ? (rows + 1) / 2 : (rows + 3) / 4; }
 constexpr int count_groups(int rows) { return (rows + rows_of_group(rows) - 1) / rows_of_group(rows); }
 
