@@ -173,11 +173,15 @@ def merge_launch(
 def _merge_tile(heads: int, head_dim: int, parts: int, parts_a_fold: int) -> tuple[dict[str, int | bool], int]:
     """Constants and warps of the merge. They change no bit.
 
-    Where there are few heads, or many parts of many folds, the folds of a row lie side by side, 4 elements a thread.
+    Of few parts, or where there are many heads, a thread has all folds of its 4 elements; else the folds of a row lie
+    side by side. Microseconds on an H200 of so few parts, and side by side: E4B 8 x 8192 1.7 and 3.2, the sliding
+    layers of 31B 1 x 1024 1.7 and 2.2; in a step of 31B, 1 x 1024, 3.7 and 4.8, with 256 elements a program 4.5.
     """
     group = min(16, power_of_two(-(-parts // parts_a_fold)))
-    wide = heads * head_dim >= 65536 and (parts_a_fold == 1 or group <= 4)
-    block_d = min(head_dim, 512) if wide else 32
+    few = parts <= 16  # all are on their way at a time
+    many_heads = heads * head_dim >= 65536
+    wide = few or (many_heads and (parts_a_fold == 1 or group <= 4))
+    block_d = min(head_dim, 512 if many_heads else 128) if wide else 32
     ahead = max(1, min(16 // parts_a_fold, group)) if wide else 1
     warps = block_d // 128 if wide else group * block_d // 128
     return {"BLOCK_D": block_d, "GROUP": group, "WIDE": wide, "AHEAD": ahead}, max(1, warps)

@@ -43,20 +43,17 @@ struct AttendShared {
 template <class S, bool kFolds>
 __global__ void __maxnreg__(S::kTiles == 1 ? 176 : 255) attend(const __grid_constant__ Attend a) {
   constexpr int kTiles = S::kTiles, kKeys = S::kKeys;
-  extern __shared__ __align__(16) unsigned char memory[];
+  extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<AttendShared<S>*>(memory);
   let_others_start();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int head = static_cast<int>(blockIdx.x) % a.kv_heads;
   const int depth = warp / S::kSixteens, sixteen = warp % S::kSixteens;
   Stream<S> stream(a, head, shared.units[warp], shared.ring[warp]);
-  // Of ldmatrix: where in a share a lane's row begins, for each of four neighbours in depth or columns.
-  uint32_t key_at[4], value_at[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    key_at[i] = lane % 16 * 512 + (((2 * i + lane / 16) ^ (lane & 7)) * 16);
-    value_at[i] = (lane / 16 * 8 + lane % 8) * S::kColumns * 2 + (((2 * i + lane / 8 % 2) ^ (lane & 7)) * 16);
-  }
+  // Of ldmatrix: where in a share a lane's row begins. Its neighbours in depth or columns, four of them, are where
+  // `i * 32` is exclusive-ored into that: the share lies at a multiple of 128.
+  const uint32_t key_at = lane % 16 * 512 + ((lane / 16 ^ (lane & 7)) * 16);
+  const uint32_t value_at = (lane / 16 * 8 + lane % 8) * S::kColumns * 2 + ((lane / 8 % 2 ^ (lane & 7)) * 16);
   const uint32_t query_at = shared_address(&shared.q[lane % 8][depth * kAttendDepth + lane / 8 * 8]);
   const Unit* unit = nullptr;
   int of = -1;                // whose queries there are
@@ -64,7 +61,7 @@ __global__ void __maxnreg__(S::kTiles == 1 ? 176 : 255) attend(const __grid_cons
   unsigned chunk_end;         // of the chunk that the tile is in
   bool first;                 // whether that is the first of a fold
   float scale;
-  uint32_t q[kSteps / 2][4];  // of 8 queries
+  uint32_t q[kSteps / 2][4];  // of the first 8 queries: there are no registers for more
   Sums<S> sums;
   constexpr bool kInShared = S::kFoldsInShared > 0;
   Fold<S, std::conditional_t<kInShared, InShared<S>, InRegisters<S>>> fold;
@@ -88,11 +85,9 @@ __global__ void __maxnreg__(S::kTiles == 1 ? 176 : 255) attend(const __grid_cons
         if (unit->b != of) {
           of = unit->b;
           load_queries<S>(a, of, head, tile == 0, shared);
-          if constexpr (kTiles == 1) {
 #pragma unroll
-            for (int pair = 0; pair < kSteps / 2; ++pair) {
-              load_matrices(q[pair], query_at + pair * 64);
-            }
+          for (int pair = 0; pair < kSteps / 2; ++pair) {
+            load_matrices(q[pair], query_at + pair * 64);
           }
           scale = a.sm_scale * (a.k_scale == nullptr ? 1.0f : a.k_scale[head * a.k_scale_stride]) * kLog2E;
         }
@@ -109,7 +104,7 @@ __global__ void __maxnreg__(S::kTiles == 1 ? 176 : 255) attend(const __grid_cons
         uint32_t queries[kTiles][4];
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
-          if constexpr (kTiles == 1) {
+          if (t == 0) {
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
               queries[t][k] = q[pair][k];
@@ -121,7 +116,7 @@ __global__ void __maxnreg__(S::kTiles == 1 ? 176 : 255) attend(const __grid_cons
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           uint32_t k[4];
-          load_matrices(k, from + key_at[(2 * pair + i) % 4] + pair / 2 * 128);
+          load_matrices(k, (from + key_at + pair / 2 * 128) ^ ((2 * pair + i) % 4 * 32));
 #pragma unroll
           for (int t = 0; t < kTiles; ++t) {
             multiply(s[t][i], k[0], k[1], k[2], k[3], queries[t][2 * i], queries[t][2 * i + 1]);
@@ -187,7 +182,7 @@ __global__ void __maxnreg__(S::kTiles == 1 ? 176 : 255) attend(const __grid_cons
 #pragma unroll
         for (int slab = 0; slab < S::kSlabs; ++slab) {
           uint32_t v[4];
-          load_turned(v, from + value_at[slab % 4] + slab / 4 * 128 + step * 16 * S::kColumns * 2);
+          load_turned(v, (from + value_at + slab / 4 * 128 + step * 16 * S::kColumns * 2) ^ (slab % 4 * 32));
 #pragma unroll
           for (int t = 0; t < kTiles; ++t) {
             multiply(sums.y[t][slab], v[0], v[1], v[2], v[3], p[t][2 * step], p[t][2 * step + 1]);

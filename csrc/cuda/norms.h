@@ -44,13 +44,16 @@ __device__ __forceinline__ void take_rows(const Segment& s, const Step& step, ui
       [&](int i) { return step.from + (first + i) * kHidden + column; });
 #pragma unroll
   for (int turn = 0; turn < 2; ++turn) {
+    float squares[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const float value = turn == 0 ? more[i] : x[i];
-      const float squares = warp_sum(value * value);
-      if (threadIdx.x % 32 == 0) {
-        shared.squares[turn][i][threadIdx.x / 32] = squares;
-      }
+      squares[i] = value * value;
+    }
+    constexpr int kLanesEach = 32 / kCount;
+    const float sum = warp_sums(squares);
+    if (threadIdx.x % kLanesEach == 0) {
+      shared.squares[turn][threadIdx.x % 32 / kLanesEach][threadIdx.x / 32] = sum;
     }
     __syncthreads();
     const float norm = __bfloat162float(shared.norms[turn == 0 ? step.after : step.before][column]);
@@ -91,14 +94,15 @@ __device__ __forceinline__ void take_row_of_warp(const Segment& s, const Step& s
       more, epoch, [&](int) { return live; }, [&](int k) { return step.from + row * kHidden + k * 32 + lane; });
   const auto scale_of = [&](const float (&values)[kWarps]) {
     float squares[kWarps];
+#pragma unroll
+    for (int k = 0; k < kWarps; ++k) {
+      squares[k] = values[k] * values[k];
+    }
+    const float one = warp_sums(squares);
     float sum = 0.0f;
 #pragma unroll
     for (int k = 0; k < kWarps; ++k) {
-      squares[k] = warp_sum(values[k] * values[k]);
-    }
-#pragma unroll
-    for (int k = 0; k < kWarps; ++k) {
-      sum += squares[k];
+      sum += __shfl_sync(kAll, one, k * (32 / kWarps));
     }
     return rms_scale(sum, s.eps);
   };

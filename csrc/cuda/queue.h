@@ -6,11 +6,11 @@
 
 namespace mtp::cuda {
 
-constexpr int kLog2Warps = 3;
 constexpr int kWarps = 1 << kLog2Warps;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kQuad = 4;   // pieces that a thread queues, waits for and multiplies at a time
 constexpr int kQuads = 4;  // that are on the way
+static_assert(kShareDepth == kQuad * kPieceDepth);
 
 // Some of the rows, and the blocks that take them from the first product to the last and ask no other's.
 struct Group {
@@ -36,17 +36,15 @@ __device__ __forceinline__ int units_of_block(const Product& p, const Group& gro
   return p.units_each + (first_of_block(p, group) < p.units_more ? 1 : 0);
 }
 
+// The first of those that is a warp's; the next is kWarps >> log2_warps further.
 __device__ __forceinline__ int first_of_warp(const Product& p) {
-  return (static_cast<int>(threadIdx.x) / 32 + kWarps - p.first_warp) % kWarps;
+  return (static_cast<int>(threadIdx.x) / 32 + kWarps - p.first_warp) % kWarps >> p.log2_warps;
 }
 
-// Of one row, two units of gate and up at a time are all warps': which of the two units is a warp's, which of its
-// matrices, and which half of the depth.
-__device__ __forceinline__ int unit_of_quarter() { return static_cast<int>(threadIdx.x) / 128; }
-
-__device__ __forceinline__ bool is_up_of_quarter() { return threadIdx.x / 64 % 2 == 1; }
-
-__device__ __forceinline__ int half_of_quarter() { return static_cast<int>(threadIdx.x) / 32 % 2; }
+// Which of the warps that share a unit this is.
+__device__ __forceinline__ int part_of_warp(int log2_warps) {
+  return static_cast<int>(threadIdx.x) / 32 & ((1 << log2_warps) - 1);
+}
 
 // What a warp reads of weights, in its order: runs of pieces that lie one behind the other in eight rows. Lane r knows
 // run r, counted over all products.
@@ -57,25 +55,21 @@ struct Runs {
 
   __device__ Runs(const Segment& s, const Group& group) {
     int run = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
 #pragma unroll 1
     for (int i = 0; i < s.num_products; ++i) {
       const Product& p = s.products[i];
-      const int units = units_of_block(p, group);
-      const int first = p.quartered ? unit_of_quarter() : p.shared ? 0 : first_of_warp(p);
-      const int log2_step = p.quartered ? 1 : p.shared ? 0 : kLog2Warps;
-      const int log2_sides = p.second != 0 && !p.quartered ? 1 : 0;
-      const int here = units > first ? ((units - first + (1 << log2_step) - 1) >> log2_step) << log2_sides : 0;
+      const int first = first_of_warp(p);
+      const int log2_step = kLog2Warps - p.log2_warps;
+      const int here = max(0, units_of_block(p, group) - first + (1 << log2_step) - 1) >> log2_step;
       if (run >= 0 && run < here) {
-        const int unit = first_of_block(p, group) + (first + (run >> log2_sides << log2_step)) * group.blocks;
+        const int unit = first_of_block(p, group) + (first + (run << log2_step)) * group.blocks;
+        const int part = part_of_warp(p.log2_warps);
+        const int log2_shares = p.log2_warps - (p.second != 0);
+        const int share = part & ((1 << log2_shares) - 1);
         stride = p.stride;
-        pieces = p.quartered ? kQuad : p.pieces;
+        pieces = p.pieces;
         at = static_cast<const bf16*>(p.weight) + static_cast<int64_t>(unit) * kUnitColumns * stride;
-        if (p.quartered) {
-          at += (is_up_of_quarter() ? p.second : 0) + half_of_quarter() * kQuad * kPieceDepth;
-        } else {
-          at += (p.shared ? warp * pieces * kPieceDepth : 0) + ((run & log2_sides) != 0 ? p.second : 0);
-        }
+        at += (part >> log2_shares) * p.second + share * pieces * kPieceDepth;
       }
       run -= here;
     }

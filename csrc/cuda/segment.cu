@@ -43,15 +43,32 @@ __device__ __forceinline__ void multiply_all(float (&y)[kSums][4], const bf16* x
   }
 }
 
+// y = the normed rows times some halves of the depth of a unit, each of which is summed apart.
+template <int kRows>
+__device__ __forceinline__ void multiply_normed(float (&y)[4], int first_half, int count, Queue& queue,
+                                                const Shared<kRows>& shared) {
+#pragma unroll 1
+  for (int i = 0; i < count; ++i) {
+    float sums[kSums][4] = {};
+    uint4 weight[kQuad];
+    queue.pop(weight);
+    multiply_all<kRows>(sums, &shared.normed[0][(first_half + i) * kHalfDepth], kHidden + kPad, weight);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      y[k] = i == 0 ? total(sums, k) : y[k] + total(sums, k);
+    }
+  }
+}
+
 // A warp's sums, to where the block adds those of its warps.
 template <int kRows>
-__device__ __forceinline__ void set_down(const float (&y)[kSums][4], float (&sums)[kRows][kUnitColumns]) {
+__device__ __forceinline__ void set_down(const float (&y)[4], float (&sums)[kRows][kUnitColumns]) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int half = 0; half < (kRows > 8 ? 2 : 1); ++half) {
     if (lane / 4 < kRows) {
-      auto* to = reinterpret_cast<float2*>(&sums[row_of_lane<kRows>(half)][lane % 4 * 2]);
-      *to = make_float2(total(y, half * 2), total(y, half * 2 + 1));
+      *reinterpret_cast<float2*>(&sums[row_of_lane<kRows>(half)][lane % 4 * 2]) =
+          make_float2(y[half * 2], y[half * 2 + 1]);
     }
   }
 }
@@ -70,7 +87,7 @@ __device__ __forceinline__ void project_split(const Group& group, const Product&
   const int count = units_of_block(p, group);
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
-    float y[kSums][4] = {};
+    float y[4], sums[kSums][4] = {};
 #pragma unroll 1
     for (int begin = 0; begin < share; begin += kColumns) {
       const uint64_t* at = from + (warp * share + begin) / 2;
@@ -90,8 +107,12 @@ __device__ __forceinline__ void project_split(const Group& group, const Product&
       for (int c = 0; c < kColumns && begin + c < share; c += kQuad * kPieceDepth) {
         uint4 weight[kQuad];
         queue.pop(weight);
-        multiply_all<kRows>(y, &mine.x[0][c], kStride, weight);
+        multiply_all<kRows>(sums, &mine.x[0][c], kStride, weight);
       }
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      y[k] = total(sums, k);
     }
     __syncwarp();  // what follows lies where x did
     set_down(y, mine.sums);
@@ -112,46 +133,26 @@ __device__ __forceinline__ void project_split(const Group& group, const Product&
   }
 }
 
-// Products of the normed rows, a unit a warp. The halves of the depth are summed apart, as where they are two warps'.
+// Products of the normed rows, a unit a warp, to memory. The halves of the depth are summed apart, as where they are
+// two warps'.
 template <int kRows>
-__device__ __forceinline__ void project(const Segment& s, const Group& group, int number, uint64_t* inner,
-                                        uint32_t epoch, Queue& queue, Shared<kRows>& shared) {
+__device__ __forceinline__ void project(const Segment& s, const Group& group, int number, Queue& queue,
+                                        const Shared<kRows>& shared) {
   const Product& p = s.products[number];
   const int lane = threadIdx.x % 32;
   const int count = units_of_block(p, group);
-  const int columns = p.columns;
 #pragma unroll 1
   for (int i = first_of_warp(p); i < count; i += kWarps) {
-    float y[4], gate[4];
-#pragma unroll 1
-    for (int side = 0; side < (p.second != 0 ? 2 : 1); ++side) {
-#pragma unroll 1
-      for (int half = 0; half < kHalves; ++half) {
-        float sums[kSums][4] = {};
-        uint4 weight[kQuad];
-        queue.pop(weight);
-        multiply_all<kRows>(sums, &shared.normed[0][half * kHalfDepth], kHidden + kPad, weight);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          gate[k] = half == 0 ? y[k] : gate[k];
-          y[k] = half == 0 ? total(sums, k) : y[k] + total(sums, k);
-        }
-      }
-    }
+    float y[4];
+    multiply_normed<kRows>(y, 0, kHalves, queue, shared);
     const int n = (first_of_block(p, group) + i * group.blocks) * kUnitColumns + lane % 4 * 2;
 #pragma unroll
     for (int half = 0; half < (kRows > 8 ? 2 : 1); ++half) {
-      const int row = half * 8 + lane / 4, k = half * 2;
+      const int row = half * 8 + lane / 4;
       const bool live = row < group.rows;
-      float one = y[k], two = y[k + 1];
-      const int64_t at = static_cast<int64_t>(group.first_row + row) * columns + n;
-      if (number == kGateUp) {
-        one *= gelu_tanh(gate[k]);
-        two *= gelu_tanh(gate[k + 1]);
-        if (live) {
-          post(inner + (row * columns + n) / 2, word(pack(one, two), epoch));
-        }
-      } else if (number == kNext) {
+      float one = y[half * 2], two = y[half * 2 + 1];
+      const int64_t at = static_cast<int64_t>(group.first_row + row) * p.columns + n;
+      if (number == kNext) {
         if (live) {
           *reinterpret_cast<uint32_t*>(static_cast<bf16*>(s.output) + at) = pack(one, two);
         }
@@ -170,32 +171,40 @@ __device__ __forceinline__ void project(const Segment& s, const Group& group, in
   }
 }
 
-// The gated activations of one row: each warp has half the depth of one matrix of one of two units.
-__device__ __forceinline__ void project_quarters(const Segment& s, const Group& group, uint64_t* inner, uint32_t epoch,
-                                                 Queue& queue, Shared<1>& shared) {
+// The gated activations, to the mail [rows, columns / 2]. So many warps share a unit that few have none: of each matrix
+// a warp has the whole depth, or half.
+template <int kRows, bool kAlone, int kWarpsEach = gated_warps(kAlone ? 1 : 2)>
+__device__ __forceinline__ void project_gated(const Segment& s, const Group& group, uint64_t* to, uint32_t epoch,
+                                              Queue& queue, Shared<kRows>& shared) {
+  constexpr int kSides = 2, kShares = kWarpsEach / kSides;
+  constexpr int kUnits = kWarps / kWarpsEach;  // at a time
   const Product& p = s.products[kGateUp];
+  const int warp = threadIdx.x / 32;
   const int count = units_of_block(p, group);
 #pragma unroll 1
-  for (int i = 0; i < count; i += 2) {
-    if (i + unit_of_quarter() < count) {
-      float sums[kSums][4] = {};
-      uint4 weight[kQuad];
-      queue.pop(weight);
-      multiply_all<1>(sums, &shared.normed[0][half_of_quarter() * kHalfDepth], kHidden + kPad, weight);
-      set_down(sums, shared.warps[threadIdx.x / 32].sums);
+  for (int i = 0; i < count; i += kUnits) {
+    if (i + warp / kWarpsEach < count) {
+      float y[4];
+      multiply_normed<kRows>(y, warp % kShares * (kHalves / kShares), kHalves / kShares, queue, shared);
+      set_down(y, shared.warps[warp].sums);
     }
     __syncthreads();
-    const int unit = threadIdx.x / 4, column = threadIdx.x % 4 * 2;
-    if (unit < 2 && i + unit < count) {
-      const auto both_halves = [&](int side) {
-        const auto* const halves = &shared.warps[unit * 4 + side * 2];
-        const float2 one = *reinterpret_cast<const float2*>(&halves[0].sums[0][column]);
-        const float2 two = *reinterpret_cast<const float2*>(&halves[1].sums[0][column]);
-        return make_float2(one.x + two.x, one.y + two.y);
+    const int unit = threadIdx.x / (kRows * 4), row = threadIdx.x / 4 % kRows, column = threadIdx.x % 4 * 2;
+    if (unit < kUnits && i + unit < count && row < group.rows) {
+      const auto sum_of = [&](int side) {
+        const auto* const shares = &shared.warps[unit * kWarpsEach + side * kShares];
+        float2 sum = *reinterpret_cast<const float2*>(&shares[0].sums[row][column]);
+#pragma unroll
+        for (int share = 1; share < kShares; ++share) {
+          const float2 more = *reinterpret_cast<const float2*>(&shares[share].sums[row][column]);
+          sum.x += more.x;
+          sum.y += more.y;
+        }
+        return sum;
       };
-      const float2 gate = both_halves(0), up = both_halves(1);
+      const float2 gate = sum_of(0), up = sum_of(1);
       const int n = (first_of_block(p, group) + (i + unit) * group.blocks) * kUnitColumns + column;
-      post(inner + n / 2, word(pack(gelu_tanh(gate.x) * up.x, gelu_tanh(gate.y) * up.y), epoch));
+      post(to + (row * p.columns + n) / 2, word(pack(gelu_tanh(gate.x) * up.x, gelu_tanh(gate.y) * up.y), epoch));
     }
     __syncthreads();
   }
@@ -265,15 +274,13 @@ __global__ void __maxnreg__(kMostRegisters) run_segment(const __grid_constant__ 
         *static_cast<volatile uint64_t*>(s.epochs + number) = epoch;
       }
     }
-    if constexpr (kAlone) {
-      if (!last) {
-        project_quarters(s, group, inner, epoch, queue, shared);
-        continue;
-      }
+    if (!last) {
+      project_gated<kRows, kAlone>(s, group, inner, epoch, queue, shared);
+      continue;
     }
 #pragma unroll 1
-    for (int number = last ? kNext : kGateUp; number < (last ? s.num_products : kDown); ++number) {
-      project(s, group, number, inner, epoch, queue, shared);
+    for (int number = kNext; number < s.num_products; ++number) {
+      project(s, group, number, queue, shared);
     }
   }
 }

@@ -11,7 +11,8 @@ constexpr int kMostRows = 64;
 constexpr int kMostGroups = 4;   // of rows, each with blocks of its own
 constexpr int kUnitColumns = 8;  // columns of a product that one warp computes at a time
 constexpr int kHidden = 256;
-constexpr int kSplitDepth = 1024;  // columns of the products that all warps of a block share are a multiple of this
+constexpr int kLog2Warps = 3;     // of a block
+constexpr int kShareDepth = 128;  // a warp's share of a depth is a multiple of this
 constexpr int kMostProducts = 5;
 constexpr int kMostRuns = 32;  // of a warp, see queue.h
 
@@ -22,15 +23,14 @@ enum { kOutput, kGateUp, kDown, kNext, kScores };  // the products of a segment,
 struct Product {
   const void* weight = nullptr;
   int64_t stride = 0;
-  int64_t second = 0;      // elements between a row of gate and the row of up that belongs to it; 0 otherwise
-  int columns = 0;         // of the result
-  int pieces = 0;          // of one warp's share of the depth
-  bool shared = false;     // whether the warps of a block share the depth; else each has units of its own,
-  bool quartered = false;  // or quarters of them
-  int units_each = 0;      // units of a block,
-  int units_more = 0;      // and how many blocks have one more
+  int64_t second = 0;  // elements between a row of gate and the row of up that belongs to it; 0 otherwise
+  int columns = 0;     // of the result
+  int pieces = 0;      // of one warp's share of the depth
+  int log2_warps = 0;  // that share a unit: one has gate or up, where there is a second, and some of the depth
+  int units_each = 0;  // units of a block,
+  int units_more = 0;  // and how many blocks have one more
   int first_block = 0;
-  int first_warp = 0;  // where a warp has units of its own
+  int first_warp = 0;
 };
 
 // What draft_attention's chunks left (triton_ops/_attention_kernels.py), or with `attended` its result.
@@ -94,6 +94,9 @@ struct Segment {
 // 175.7 and four 182.1, 32 x 4096 264.3 and 263.6.
 constexpr int rows_of_group(int rows) { return rows <= 32 ? (rows + 1) / 2 : (rows + 3) / 4; }
 constexpr int count_groups(int rows) { return (rows + rows_of_group(rows) - 1) / rows_of_group(rows); }
+
+// Warps that share a unit of gate and up: of one row, whose blocks are all of one group, a block has up to two units.
+constexpr int gated_warps(int rows) { return rows == 1 ? 4 : 2; }
 
 // Shared memory of a block for so many rows.
 int segment_bytes(int rows);

@@ -20,15 +20,15 @@ void set_columns(Product& p, int64_t columns, int blocks) {
   p.units_more = p.columns / kUnitColumns % blocks;
 }
 
-// `shared`: the warps of a block share the depth.
-Product product(const Tensor& weight, const char* name, int64_t rows, int64_t depth, bool shared, int blocks) {
-  STD_TORCH_CHECK(rows % kUnitColumns == 0 && depth % (shared ? kSplitDepth : kHidden) == 0, "segment: ", name,
+// `log2_shares`: of the depth, each of which is a warp's.
+Product product(const Tensor& weight, const char* name, int64_t rows, int64_t depth, int log2_shares, int blocks) {
+  STD_TORCH_CHECK(rows % kUnitColumns == 0 && depth % (kShareDepth << log2_shares) == 0, "segment: ", name,
                   " has a size that is not served");
   Product p;
   p.weight = matrix(weight, kOp, name, rows, depth);
   p.stride = weight.stride(0);
-  p.pieces = static_cast<int>(depth / kPieceDepth / (shared ? 8 : 1));
-  p.shared = shared;
+  p.pieces = static_cast<int>(depth / kPieceDepth >> log2_shares);
+  p.log2_warps = log2_shares;
   set_columns(p, rows, blocks);
   return p;
 }
@@ -89,7 +89,7 @@ int runs_of_a_warp(const Segment& s) {
   for (int i = 0; i < s.num_products; ++i) {
     const Product& p = s.products[i];
     const int units = p.units_each + (p.units_more > 0 ? 1 : 0);
-    runs += p.shared ? units : p.quartered ? (units + 1) / 2 : (units + 7) / 8 * (p.second != 0 ? 2 : 1);
+    runs += ((units << p.log2_warps) + (1 << kLog2Warps) - 1) >> kLog2Warps;
   }
   return runs;
 }
@@ -141,20 +141,21 @@ void segment(Tensor attended, std::optional<Tensor> partial, std::optional<Tenso
   const int each = rows_of_group(static_cast<int>(rows)), groups = count_groups(static_cast<int>(rows));
   const int blocks = count_blocks(device, groups, inner);
   STD_TORCH_CHECK(each <= blocks, "segment: ", rows, " rows, and only ", groups * blocks, " blocks");
-  s.products[kOutput] = product(o_proj, "o_proj", hidden, columns, true, blocks);
-  s.products[kGateUp] = product(gate_up, "gate_up", 2 * inner, hidden, false, blocks);
+  const int gated_shares = gated_warps(static_cast<int>(rows)) / 4;  // of the depth, two or one
+  s.products[kOutput] = product(o_proj, "o_proj", hidden, columns, kLog2Warps, blocks);
+  s.products[kGateUp] = product(gate_up, "gate_up", 2 * inner, hidden, gated_shares, blocks);
   s.products[kGateUp].second = inner * gate_up.stride(0);
-  s.products[kGateUp].quartered = rows == 1;
+  s.products[kGateUp].log2_warps = gated_shares + 1;
   set_columns(s.products[kGateUp], inner, blocks);
-  s.products[kDown] = product(down, "down", hidden, inner, true, blocks);
+  s.products[kDown] = product(down, "down", hidden, inner, kLog2Warps, blocks);
   s.products[kDown].first_block = static_cast<int>(hidden / kUnitColumns % blocks);  // behind those of o_proj
-  s.products[kNext] = product(next_weight, "next_weight", next_weight.size(0), hidden, false, blocks);
+  s.products[kNext] = product(next_weight, "next_weight", next_weight.size(0), hidden, 0, blocks);
   s.products[kNext].first_warp = 2;
   s.num_products = 4;
   if (centroids) {
     STD_TORCH_CHECK(scores && group_max, "segment: centroids without scores");
     const int64_t count = centroids->size(0);
-    s.products[kScores] = product(*centroids, "centroids", count, hidden, false, blocks);
+    s.products[kScores] = product(*centroids, "centroids", count, hidden, 0, blocks);
     s.products[kScores].first_warp = 5;
     check(*scores, kOp, "scores", kFloat, {rows, count});
     check(*group_max, kOp, "group_max", kFloat, {rows, count / kUnitColumns});
