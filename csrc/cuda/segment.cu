@@ -173,7 +173,7 @@ __device__ __forceinline__ void project(const Segment& s, const Group& group, in
 
 // The gated activations, to the mail [rows, columns / 2]. So many warps share a unit that few have none: of each matrix
 // a warp has the whole depth, or half.
-template <int kRows, bool kAlone, int kWarpsEach = gated_warps(kAlone ? 1 : 2)>
+template <int kRows, bool kAlone, int kWarpsEach = 1 << log2_gated_warps(kAlone ? 1 : 2)>
 __device__ __forceinline__ void project_gated(const Segment& s, const Group& group, uint64_t* to, uint32_t epoch,
                                               Queue& queue, Shared<kRows>& shared) {
   constexpr int kSides = 2, kShares = kWarpsEach / kSides;

@@ -95,8 +95,8 @@ struct Segment {
 constexpr int rows_of_group(int rows) { return rows <= 32 ? (rows + 1) / 2 : (rows + 3) / 4; }
 constexpr int count_groups(int rows) { return (rows + rows_of_group(rows) - 1) / rows_of_group(rows); }
 
-// Warps that share a unit of gate and up: of one row, whose blocks are all of one group, a block has up to two units.
-constexpr int gated_warps(int rows) { return rows == 1 ? 4 : 2; }
+// Warps that share a unit of gate and up: of one row, where a block has two units at most, four; else two.
+constexpr int log2_gated_warps(int rows) { return rows == 1 ? 2 : 1; }
 
 // Shared memory of a block for so many rows.
 int segment_bytes(int rows);

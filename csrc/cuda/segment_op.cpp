@@ -141,11 +141,11 @@ void segment(Tensor attended, std::optional<Tensor> partial, std::optional<Tenso
   const int each = rows_of_group(static_cast<int>(rows)), groups = count_groups(static_cast<int>(rows));
   const int blocks = count_blocks(device, groups, inner);
   STD_TORCH_CHECK(each <= blocks, "segment: ", rows, " rows, and only ", groups * blocks, " blocks");
-  const int gated_shares = gated_warps(static_cast<int>(rows)) / 4;  // of the depth, two or one
   s.products[kOutput] = product(o_proj, "o_proj", hidden, columns, kLog2Warps, blocks);
-  s.products[kGateUp] = product(gate_up, "gate_up", 2 * inner, hidden, gated_shares, blocks);
+  const int log2_gated = log2_gated_warps(static_cast<int>(rows));  // half of them have gate
+  s.products[kGateUp] = product(gate_up, "gate_up", 2 * inner, hidden, log2_gated - 1, blocks);
   s.products[kGateUp].second = inner * gate_up.stride(0);
-  s.products[kGateUp].log2_warps = gated_shares + 1;
+  s.products[kGateUp].log2_warps = log2_gated;
   set_columns(s.products[kGateUp], inner, blocks);
   s.products[kDown] = product(down, "down", hidden, inner, kLog2Warps, blocks);
   s.products[kDown].first_block = static_cast<int>(hidden / kUnitColumns % blocks);  // behind those of o_proj
