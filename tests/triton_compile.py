@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import tempfile
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -22,6 +25,7 @@ TYPES = {
     torch.int32: "i32", torch.int64: "i64", torch.bool: "i1", torch.int16: "i16", torch.uint8: "u8",
     torch.float64: "fp64",
 }
+_logs: dict[str, str] = {}  # of ptxas, by the hash of what was compiled
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,12 @@ def compile_launch(launch: Any, arch: int) -> Compiled:
         options["launch_pdl"] = True
     if launch.registers:
         options["maxnreg"] = launch.registers
-    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    registers, spills, text = resources(built.asm["ptx"], arch)
+    with knobs.nvidia.scope(), redirect_stdout(io.StringIO()) as log:
+        knobs.nvidia.dump_ptxas_log = True  # nothing where Triton has it in its cache
+        built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    text = _logs.get(built.hash) or log.getvalue() or assemble(built.asm["ptx"], arch)
+    _logs[built.hash] = text
+    registers, spills = resources(text)
     serialized = "wgmma.mma_async instructions are serialized" in text
     return Compiled(built.asm["ptx"], built.asm["ttgir"], built.metadata.shared, registers, spills, serialized)
 
@@ -70,8 +78,14 @@ def _unspecialised(kernel: Any, name: str) -> bool:
     return any(p.name == name and p.do_not_specialize for p in kernel.params)
 
 
-def resources(ptx: str, arch: int) -> tuple[int, int, str]:
-    """Registers, bytes of spill stores, and all that `ptxas -v` of Triton's package says of this PTX."""
+def resources(text: str) -> tuple[int, int]:
+    """Registers and bytes of spill stores, as `ptxas -v` says."""
+    registers = int(re.search(r"Used (\d+) registers", text)[1])  # type: ignore[index]
+    return registers, sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", text))
+
+
+def assemble(ptx: str, arch: int) -> str:
+    """What `ptxas -v` of Triton's package says of this PTX."""
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     target = re.search(r"\.target (sm_\w+)", ptx)[1]  # type: ignore[index]
     tool = folder / ("ptxas-blackwell" if arch >= 100 else "ptxas")
@@ -79,6 +93,4 @@ def resources(ptx: str, arch: int) -> tuple[int, int, str]:
         source = Path(where) / "kernel.ptx"
         source.write_text(ptx)
         command = [str(tool), "-v", f"-arch={target}", str(source), "-o", str(Path(where) / "kernel.cubin")]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers = int(re.search(r"Used (\d+) registers", text)[1])  # type: ignore[index]
-    return registers, sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", text)), text
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from attention_tries import Family, Shape, make_inputs, plan, tries_of
-from triton_compile import resources
+from triton_compile import assemble, resources
 
 
 def key_of(launch: Any) -> str:
@@ -44,7 +44,7 @@ def compile_one(family: Family, shape: Shape, c: Any, spread: tuple[int, int], i
             num_stages=launch.num_stages, launch_pdl=True,
         )
         found = {"shared": built.metadata.shared, "seconds": time.monotonic() - start, "error": ""}
-        found["registers"], found["spills"], _ = resources(built.asm["ptx"], 90)
+        found["registers"], found["spills"] = resources(assemble(built.asm["ptx"], 90))
         return found
     except Exception as error:
         return {"error": f"{type(error).__name__}: {str(error)[:300]}", "seconds": time.monotonic() - start}
