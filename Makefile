@@ -16,9 +16,10 @@ CPP := $(shell find csrc tests/emulation -name '*.h' -o -name '*.cpp' -o -name '
 demo: $(VENV)/.installed
 	$(BIN)/mtp-kernels demo $(ARGS)
 
-# The tests test the installed package, not this folder; a process a core, a file of tests in one of them.
+# The tests test the installed package, not this folder; a process a core, a file of tests in one of them, in the order
+# of tests/conftest.py.
 test: $(VENV)/.installed
-	$(BIN)/pytest -n auto --dist loadfile tests $(ARGS)
+	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder tests $(ARGS)
 
 # What runs inside transformers, on the oldest version that is supported.
 test-transformers-5.17: $(VENV)/.installed
@@ -31,12 +32,14 @@ build: $(VENV)/.tools
 
 # The op tests on a CPU library with AddressSanitizer and UndefinedBehaviorSanitizer, built in a folder of its own.
 # SANITIZE_TESTS chooses files of tests; the preloaded libstdc++ is there for the sanitizer to find its exceptions. What
-# it prints names source files by their paths, which another library must not hold.
+# it prints names source files by their paths, which another library must not hold. Kernels for other
+# processors and csrc/host are left out: these tests do not run them.
 SANITIZED := build/sanitize
+NO_AVX512 := $(shell grep -qsw avx512bw /proc/cpuinfo || echo -DMTP_AVX512=OFF)
 OPS := $(notdir $(basename $(wildcard mtp_kernels/ops/[a-z]*.py)))
 SANITIZE_TESTS := tests/test_native.py tests/test_cpu_step.py $(wildcard $(OPS:%=tests/test_%*.py))
 sanitize: $(VENV)/.tools
-	CMAKE_ARGS="$$CMAKE_ARGS -DMTP_SANITIZE=ON -DMTP_CUDA=OFF" $(BIN)/python setup.py -q build \
+	CMAKE_ARGS="$$CMAKE_ARGS -DMTP_SANITIZE=ON -DMTP_CUDA=OFF -DMTP_HOST=OFF $(NO_AVX512)" $(BIN)/python setup.py -q build \
 		--build-base $(SANITIZED) --build-lib $(SANITIZED)/site
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONSAFEPATH=1 \

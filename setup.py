@@ -17,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -87,6 +88,11 @@ def build_native(build: Path, package: Path) -> dict[str, str]:
         if required:
             raise SystemExit(f"mtp_kernels: {why}") from None
         return {**info, **{part: info[part] or str(why) for part in PARTS}}
+    # All at once, so that no processor waits for the last file of a part; what fails here fails again below, alone.
+    there = [target for part, target in PARTS.items() if not (build / "skipped" / f"{part}.txt").exists()]
+    if len(there) > 1:
+        with suppress(NotHere):
+            call([tool("cmake"), "--build", str(build), "--target", *there, "--", "-k", "0"], "the build", quiet=True)
     for part, target in PARTS.items():
         skipped = build / "skipped" / f"{part}.txt"
         if skipped.exists():
@@ -138,13 +144,14 @@ def tool(name: str) -> str:
     return found
 
 
-def call(command: list[str], what: str) -> None:
-    """Run a build step; NotHere with the first line of its error where it fails."""
+def call(command: list[str], what: str, quiet: bool = False) -> None:
+    """Run a build step; NotHere with the first line of its error where it fails. `quiet` keeps its last lines back."""
     print("mtp_kernels:", shlex.join(command), flush=True)
     english = {**os.environ, "LC_ALL": "C"}
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=english)
     if done.returncode:
-        print("\n".join(done.stdout.splitlines()[-LAST_LINES:]), flush=True)
+        if not quiet:
+            print("\n".join(done.stdout.splitlines()[-LAST_LINES:]), flush=True)
         raise NotHere(f"{what}: {first_error(done.stdout)}")
 
 

@@ -11,8 +11,12 @@ Isa widest() {
 #if defined(MTP_X86)
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#if defined(MTP_AVX512)
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+#else
+  const bool avx512 = false;
+#endif
   if (!avx2) {
     return Isa::kBase;
   }
