@@ -1,4 +1,4 @@
-"""Runs an op's tests with its Triton kernel in Triton's interpreter, in a process of their own.
+"""Runs the tests of ops with their Triton kernels in Triton's interpreter, in a process of their own.
 
 conftest.py has the interpreter quickened there (quick_interpreter.py), and leaves out cases whose values are in others.
 """
@@ -16,11 +16,12 @@ TESTS = Path(__file__).parent
 HEADS = ("centroid_logits", "centroid_topk", "lm_head_topk")  # in a file of their own
 
 
-def check_interpreted(name: str) -> None:
-    """The files test_<name>*.py pass, and hold a test of the kernel."""
-    files = [str(p) for p in sorted(TESTS.glob(f"test_{name}*.py"))]
+def check_interpreted(*names: str) -> None:
+    """The files test_<name>*.py pass, and those of each name hold a test of the kernel."""
+    files = [str(p) for name in names for p in sorted(TESTS.glob(f"test_{name}*.py"))]
     config = str(TESTS.parent / "pyproject.toml")
-    command = [sys.executable, "-m", "pytest", "-c", config, "-q", "-x", "-p", "no:cacheprovider", "-k", "triton"]
+    options = ["-c", config, "-q", "-x", "-rfEp", "-p", "no:cacheprovider", "-k", "triton"]
+    command = [sys.executable, "-m", "pytest", *options, *files]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}  # the interpreter is tested on the CPU alone
     if platform.machine() in ("x86_64", "AMD64"):
@@ -30,6 +31,7 @@ def check_interpreted(name: str) -> None:
     paths = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, paths))
     # Not in the repository's folder: its mtp_kernels would come before the installed one.
-    done = subprocess.run([*command, *files], cwd=TESTS, capture_output=True, text=True, env=environment, timeout=900)
+    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, env=environment, timeout=1800)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 0  # type: ignore[index]
+    for name in names:
+        assert re.search(rf"^PASSED \S*test_{name}\w*\.py::", done.stdout, re.MULTILINE), f"no test of {name}"
