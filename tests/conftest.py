@@ -15,6 +15,14 @@ from mtp_kernels._triton import interpreting
 
 ROOT = Path(__file__).resolve().parents[1]
 
+# Started first, so that at the end no process works on one of them while the others have nothing left: the files that
+# take a minute or more of a processor, the longest first.
+LONGEST = (
+    "test_triton_interpret", "test_triton_gemm", "test_triton_heads", "test_simulate", "test_triton_attention",
+    "test_triton_interpret_heads", "test_triton_round", "test_generate_sampling", "test_triton_interpret_attention",
+    "test_lint",
+)
+
 torch.set_num_threads(2)
 
 if interpreting():
@@ -45,7 +53,7 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Drop the cases in which an implementation would be forced on a device it does not run on, and those that Triton's
-    slow interpreter can do without."""
+    slow interpreter can do without. The longest files first."""
     from harness import available
 
     dropped = [item for item in items if not _can_run(item, available)]
@@ -54,6 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = [item for item in items if item not in set(dropped)]
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
 def _met_before(items: list[pytest.Item]) -> list[pytest.Item]:
