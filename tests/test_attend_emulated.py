@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from attend_cases import HEADS, LENGTHS, OPTIONS, made
 from attention_cases import naive
+from emulated import compiled
 from harness import assert_same_bits, check_numerics
 from mtp_kernels.triton_ops._launch import Launch
 from torch import Tensor
@@ -26,8 +23,6 @@ from torch import Tensor
 from mtp_kernels import _attention, _native
 from mtp_kernels._cuda_launch import CudaLaunch
 
-HERE = Path(__file__).parent
-CUDA = HERE.parent / "csrc" / "cuda"
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="coroutines are glibc's")
 
 Emulate = Callable[[dict[str, Any]], None]
@@ -35,15 +30,8 @@ Emulate = Callable[[dict[str, Any]], None]
 
 @pytest.fixture(scope="module")
 def emulate(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
-    """Runs a launch of mtp_cuda::attend, by its arguments. The kernel's files lie beside another device.h."""
-    folder = tmp_path_factory.mktemp("emulated")
-    for path in (*CUDA.glob("attend*.h"), CUDA / "chunks.h", *(HERE / "emulation").iterdir()):
-        shutil.copy(path, folder)
-    library = folder / "attend.so"
-    compiler = os.environ.get("CXX", "c++")
-    subprocess.run([compiler, "-O2", "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas",
-                    folder / "attend.cpp", "-o", library], check=True)
-    run = ctypes.CDLL(str(library)).emulate_attend
+    """Runs a launch of mtp_cuda::attend, by its arguments."""
+    run = compiled("attend", tmp_path_factory.mktemp("emulated")).emulate_attend
 
     def launch(a: dict[str, Any]) -> None:
         q, k, v, table, lengths, indptr, positions, scale = (

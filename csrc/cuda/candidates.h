@@ -1,4 +1,4 @@
-// The candidates of a centroid head, ranked for a chain: see candidates.cu.
+// The candidates of a centroid head, ranked for a chain: see candidates_kernel.h.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// mtp_cuda::candidates: a centroid head behind its scores (candidates.cu), as a private op on the stable ABI.
+// mtp_cuda::candidates: a centroid head behind its scores (candidates_kernel.h), as a private op on the stable ABI.
 #include "candidates.h"
 
 #include <cuda_runtime_api.h>

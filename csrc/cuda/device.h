@@ -5,13 +5,12 @@
 
 #include <cstdint>
 
+#include "lanes.h"
 #include "sizes.h"
 
 namespace mtp::cuda {
 
 using bf16 = __nv_bfloat16;
-
-constexpr uint32_t kAll = 0xffffffffu;
 
 // Programmatic dependent launch (sm_90 and later): the next kernel may start once every block of this one has called
 // the first; what kernels in front wrote may be read after the second.
@@ -72,48 +71,6 @@ __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
-}
-
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-  for (int i = 16; i > 0; i /= 2) {
-    x += __shfl_xor_sync(kAll, x, i);
-  }
-  return x;
-}
-
-// The same of kCount values a lane, a power of two, with few shuffles: sum i in lanes i * 32 / kCount and those that
-// follow.
-template <int kCount>
-__device__ __forceinline__ float warp_sums(const float (&x)[kCount]) {
-  const int lane = threadIdx.x % 32;
-  float sums[kCount];
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    sums[i] = x[i];
-  }
-#pragma unroll
-  for (int count = kCount / 2, i = 16; count > 0; count /= 2, i /= 2) {
-    const bool upper = (lane & i) != 0;  // keeps the upper half of the sums, and gives the lower half away
-#pragma unroll
-    for (int k = 0; k < count; ++k) {
-      const float away = upper ? sums[k] : sums[count + k];
-      sums[k] = (upper ? sums[count + k] : sums[k]) + __shfl_xor_sync(kAll, away, i);
-    }
-  }
-#pragma unroll
-  for (int i = 16 / kCount; i > 0; i /= 2) {
-    sums[0] += __shfl_xor_sync(kAll, sums[0], i);
-  }
-  return sums[0];
-}
-
-__device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-  for (int i = 16; i > 0; i /= 2) {
-    x = fmaxf(x, __shfl_xor_sync(kAll, x, i));
-  }
-  return x;
 }
 
 __device__ __forceinline__ void multiply(float (&y)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,

@@ -1,7 +1,8 @@
 // Runs csrc/cuda/attend_kernel.h on a CPU (device.h): the blocks of a launch one after the other.
-#include "device.h"
-
 #include "attend.h"
+
+#include "block.h"
+#include "device.h"
 
 namespace mtp::cuda {
 namespace {
@@ -13,46 +14,6 @@ alignas(1024) unsigned char memory[emulated::kShared + kBehind];
 }  // namespace mtp::cuda
 
 #include "attend_kernel.h"
-
-namespace {
-
-using mtp::cuda::Attend;
-
-void (*kernel)(Attend);
-const Attend* arguments;
-bool ended[emulated::kMostThreads];
-unsigned char stacks[emulated::kMostThreads][1 << 16];
-
-void run_thread() {
-  kernel(*arguments);
-  ended[emulated::thread.x] = true;
-}
-
-void run_block() {
-  using namespace emulated;
-  const int threads = all.members;
-  for (int t = 0; t < threads; ++t) {
-    ended[t] = false;
-    copies[t].assign(1, {});
-    getcontext(&contexts[t]);
-    contexts[t].uc_stack.ss_sp = stacks[t];
-    contexts[t].uc_stack.ss_size = sizeof stacks[t];
-    contexts[t].uc_link = &scheduler;
-    makecontext(&contexts[t], run_thread, 0);
-  }
-  for (bool more = true; more;) {
-    more = false;
-    for (int i = 0; i < threads; ++i) {
-      thread.x = (i * 37 + block.x * 11) % threads;  // in another order in each block
-      if (!ended[thread.x]) {
-        more = true;
-        swapcontext(&scheduler, &contexts[thread.x]);
-      }
-    }
-  }
-}
-
-}  // namespace
 
 // 0, or 1 where a block has written behind its shared memory. The arguments as mtp_cuda::attend makes them.
 extern "C" int emulate_attend(const void* const* p, const int64_t* n, const float* f, int blocks) {
@@ -75,18 +36,18 @@ extern "C" int emulate_attend(const void* const* p, const int64_t* n, const floa
   a.group_inverse = (65536 + a.group - 1) / a.group;
   a.chunk_weight = f[0], a.sm_scale = f[1], a.eps = f[2];
 
-  const int bytes = with_kernel(a, [](void (*found)(Attend), int threads, int shared) {
+  void (*kernel)(Attend) = nullptr;
+  const int bytes = with_kernel(a, [&kernel](void (*found)(Attend), int threads, int shared) {
     kernel = found;
     emulated::all.members = threads;
     return shared;
   });
-  arguments = &a;
   emulated::shared = memory;
   emulated::grid.x = blocks;
   int wrong = bytes > emulated::kShared ? 1 : 0;
   for (emulated::block.x = 0; emulated::block.x < blocks && wrong == 0; ++emulated::block.x) {
     std::memset(memory, 0xff, sizeof memory);  // NaN
-    run_block();
+    emulated::run_block([&] { kernel(a); });
     for (int i = 0; i < kBehind; ++i) {
       wrong |= memory[bytes + i] != 0xff ? 1 : 0;
     }

@@ -17,11 +17,15 @@
 #define __shared__
 #define __forceinline__ inline
 #define __maxnreg__(...)
+#define __launch_bounds__(...)
 #define __grid_constant__
 #define __align__(n)
 
 struct float2 {
   float x, y;
+};
+struct float4 {
+  float x, y, z, w;
 };
 struct uint2 {
   uint32_t x, y;
@@ -33,6 +37,7 @@ inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
+using std::isinf;
 template <class T>
 T min(T a, T b) {
   return b < a ? b : a;
@@ -46,7 +51,7 @@ namespace emulated {
 
 constexpr int kMostThreads = 256, kShared = 232448;  // of a block
 struct Index {
-  int x = 0;
+  int x = 0, y = 0;
 };
 
 // A number of threads that wait for each other, again and again.
@@ -144,12 +149,20 @@ inline uint32_t __ballot_sync(uint32_t, bool is) {
   }
   return found;
 }
+inline uint32_t __reduce_min_sync(uint32_t, uint32_t value) {
+  const auto* values = emulated::exchange(value);
+  for (int lane = 0; lane < 32; ++lane) {
+    value = std::min(value, static_cast<uint32_t>(values[lane][0]));
+  }
+  return value;
+}
 inline bool __any_sync(uint32_t members, bool is) { return __ballot_sync(members, is) != 0; }
 inline int __ffs(uint32_t bits) { return __builtin_ffs(static_cast<int>(bits)); }
 inline void __syncwarp() { emulated::wait(emulated::warp().barrier); }
 inline void __syncthreads() { emulated::wait(emulated::all); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __expf(float x) { return std::exp(x); }
 inline float __fsqrt_rn(float x) { return std::sqrt(x); }
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline uint32_t __float_as_uint(float x) {
@@ -163,6 +176,8 @@ inline float __uint_as_float(uint32_t bits) {
   return x;
 }
 
+#include "lanes.h"
+
 namespace mtp::cuda {
 
 struct bf16 {
@@ -174,21 +189,14 @@ inline uint32_t rounded_bits(float x) {
 }
 inline uint32_t pack(float one, float two) { return rounded_bits(one) | rounded_bits(two) << 16; }
 
-constexpr uint32_t kAll = 0xffffffffu;
 template <class T>
 T load_fresh(const T* at) {
   return *at;
 }
+inline uint4 load_once(const void* at) { return *static_cast<const uint4*>(at); }
 inline void let_others_start() {}
 inline void wait_for_others() {}
 inline float exp2_approx(float x) { return std::exp2(x); }
-inline float warp_sum(float x) {
-  for (int i = 16; i > 0; i /= 2) {
-    x += __shfl_xor_sync(kAll, x, i);
-  }
-  return x;
-}
-
 inline uint32_t shared_address(const void* at) {
   return static_cast<uint32_t>(static_cast<const unsigned char*>(at) - emulated::shared);
 }

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
+from candidates_cases import KINDS, check_parts, head_problem
 from harness import assert_same_bits
 from mtp_kernels.bench.oracle import _exact_step, _in_fp64, check_steps
 from segment_cases import SMALL, weights_of
@@ -241,60 +241,12 @@ def test_launches_are_counted_beyond_32_bits() -> None:
     assert workspace.view(torch.int32)[0] == -3 + 3 * weights.num_layers + 1  # 0 is left out
 
 
-def head_problem(kind: str, rows: int) -> dict[str, Any]:
-    generator = torch.Generator("cuda").manual_seed(3)
-    vocab = 2048 * 64
-    scores = torch.randn(rows, 2048, generator=generator, device="cuda")
-    if kind == "ties":
-        scores = scores.mul(4).round().div(4)
-    elif kind == "equal":
-        scores.fill_(1.5)
-    elif kind == "few":  # most are what NaN becomes
-        scores[:, torch.arange(2048, device="cuda") % 100 != 3] = -torch.inf
-    elif kind == "one place":  # all of them in the scores of four threads
-        scores[:, 64:96] += 100
-    return {
-        "scores": scores,
-        "normed": torch.randn(rows, 256, generator=generator, device="cuda").bfloat16(),
-        "token_ordering": torch.randperm(vocab, generator=generator, device="cuda").int(),
-        "lm_head": torch.randn(vocab, 256, generator=generator, device="cuda").bfloat16(),
-    }
-
-
-@pytest.mark.parametrize("kind", ["random", "ties", "equal", "few", "one place"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows,ordered", [(1, False), (9, True), (64, False)])
 def test_candidates(kind: str, rows: int, ordered: bool) -> None:
-    """The best token and the sum, against fp64 over the 32 best centroids; equal scores go by centroid."""
-    given = head_problem(kind, rows)
-    given["token_ordering"] = given["token_ordering"].to(torch.int32 if rows == 1 else torch.int64)
-    if kind == "ties":
-        given["lm_head"][1::2] = given["lm_head"][::2]  # equal logits too
-    parts = 32 * 2
-    out = {
-        "part_values": torch.empty(rows, parts, 1, device="cuda"),
-        "part_orders": torch.empty(rows, parts, 1, device="cuda", dtype=torch.int64),
-        "part_max": torch.empty(rows, parts, device="cuda"), "part_sum": torch.empty(rows, parts, device="cuda"),
-    }
+    given, out = head_problem(kind, rows, torch.int32 if rows == 1 else torch.int64, "cuda")
     _native.cuda_op("candidates")(**given, centroid_ordered=ordered, **out, early=False)
-    chosen = given["scores"].sort(dim=1, descending=True, stable=True).indices[:, :32]
-    place = chosen.unsqueeze(-1) * 64 + torch.arange(64, device="cuda")  # [rows, 32, 64]
-    ids = given["token_ordering"][place].long()
-    weight = given["lm_head"].double()[place if ordered else ids]
-    logits = (weight @ given["normed"].double()[:, None, :, None]).flatten(1)  # [rows, 2048]
-    by_part = logits.view(rows, parts, 32)
-    torch.testing.assert_close(out["part_max"].double(), by_part.amax(-1), rtol=1e-5, atol=1e-4)
-    assert torch.equal(out["part_values"][..., 0], out["part_max"])
-    total = (out["part_max"].double() + out["part_sum"].double().log()).logsumexp(-1)
-    torch.testing.assert_close(total, logits.logsumexp(-1), rtol=1e-5, atol=1e-4)
-    order = out["part_orders"][..., 0]
-    token, found_place = order >> 32, order & 0xFFFFFFFF
-    assert torch.equal(given["token_ordering"][found_place].long(), token)
-    if kind == "ties":
-        best = by_part == by_part.amax(-1, keepdim=True)
-        assert torch.equal(token, ids.view(rows, parts, 32).masked_fill(~best, 2**40).amin(-1))
-    at = (ids.view(rows, parts, 32) == token.unsqueeze(-1)).int().argmax(-1, keepdim=True)
-    found = by_part.gather(-1, at).squeeze(-1)
-    torch.testing.assert_close(found, by_part.amax(-1), rtol=1e-5, atol=1e-4)
+    check_parts(kind, given, out, ordered)
 
 
 def test_what_is_refused() -> None:
