@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Started first, so that at the end no process works on one of them while the others have nothing left: the files that
 # take a minute or more of a processor, the longest first.
 LONGEST = (
-    "test_triton_interpret", "test_triton_gemm", "test_triton_heads", "test_simulate", "test_triton_attention",
+    "test_triton_attention", "test_triton_interpret", "test_triton_gemm", "test_triton_heads", "test_simulate",
     "test_triton_interpret_heads", "test_triton_round", "test_generate_sampling", "test_triton_interpret_attention",
     "test_lint",
 )

@@ -51,17 +51,41 @@ def distinct(made: list[Launch]) -> list[Launch]:
     return list({key(launch): launch for launch in made}.values())
 
 
+def way(launch: Launch) -> tuple[bool, bool]:
+    """Whether a program folds chunks, and whether it runs several of what it has."""
+    return launch.constants["CHUNKS"] > 1, launch.constants["RUNS"]
+
+
+def one_of_each_tile(made: list[Launch]) -> list[Launch]:
+    """Of each tile, folding or not, the launch with the most stages; each way and each kind of merge once at least."""
+    tile = ("HEAD_DIM", "BLOCK_ROWS", "BLOCK_GROUP", "BLOCK_N", "SLABS", "V_SLABS")
+    found: dict[tuple[Any, ...], Launch] = {}
+    for launch in sorted(made, key=lambda x: x.constants.get("STAGES", 0)):
+        c = launch.constants
+        if "RUNS" in c:
+            found[(*(c[name] for name in tile), c["CHUNKS"] > 1)] = launch
+        else:
+            found[c["HEAD_DIM"], c["WIDE"], c["CHUNKS"] < c["FOLD"]] = launch
+    chosen = list(found.values())
+    ways = {way(x) for x in chosen if "RUNS" in x.constants}
+    others = {way(x): x for x in made if "RUNS" in x.constants and way(x) not in ways}
+    return [*chosen, *others.values()]
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8])
 def test_launches_compile(arch: int, kv_dtype: torch.dtype) -> None:
-    """Programs of a chunk, of several, of a fold of chunks and of several; all sizes of bf16 on Hopper."""
+    """Programs of a chunk, of several, of a fold of chunks and of several; all sizes of bf16 on Hopper.
+
+    For other GPUs than Hopper one launch of each tile: the rest differ in how many chunks a program has.
+    """
     names = CHECKPOINTS if (arch, kv_dtype) == (90, torch.bfloat16) else ["12B", "31B"]
     made = [x for name in names for layer in (0, 1) for rows in (1, 4) for batch in (1, 8, 64)
             for x in launches(name, layer, rows, torch.bfloat16, kv_dtype, arch, batch, pages=512)]
     if kv_dtype == FP8:
         made = [x for x in made if "k_ptr" in x.args]  # the merge is the same
-    chosen = distinct(made)
-    ways = {(x.constants["CHUNKS"] > 1, x.constants["RUNS"]) for x in chosen if "RUNS" in x.constants}
+    chosen = distinct(made) if arch == 90 else one_of_each_tile(made)
+    ways = {way(x) for x in chosen if "RUNS" in x.constants}
     assert ways == {(False, False), (False, True), (True, False), (True, True)}
     for launch in chosen:  # not in threads: ast.parse of Python 3.11, which Triton calls, fails in two at a time
         compiled = compile_launch(launch, arch)
