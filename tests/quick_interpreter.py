@@ -1,4 +1,4 @@
-"""Triton's interpreter with less of what it repeats: the same results in about a quarter of the time.
+"""Triton's interpreter with less of what it repeats: the same results in about a third of the time.
 
 Of Triton 3.6 alone, whose interpreter this knows; any other one runs as it is.
 """
