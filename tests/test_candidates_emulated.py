@@ -21,11 +21,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 @pytest.mark.parametrize(
     ("kind", "rows", "ordered", "index"),
     [
-        (kind, rows, ordered, index)
-        for kind, (rows, ordered, index) in zip(KINDS, [
+        (kind, *more)
+        for kind, more in zip(KINDS, [
             (1, False, torch.int32), (9, True, torch.int64), (2, False, torch.int64), (33, True, torch.int32),
             (3, False, torch.int32),
-        ])
+        ], strict=True)
     ],
     ids=str,
 )

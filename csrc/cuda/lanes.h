@@ -7,16 +7,8 @@ namespace mtp::cuda {
 
 constexpr uint32_t kAll = 0xffffffffu;
 
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-  for (int i = 16; i > 0; i /= 2) {
-    x += __shfl_xor_sync(kAll, x, i);
-  }
-  return x;
-}
-
-// The same of kCount values a lane, a power of two, with few shuffles: sum i in lanes i * 32 / kCount and those that
-// follow.
+// Sums of kCount values a lane, a power of two, with few shuffles, each as a tree: sum i in lanes i * 32 / kCount and
+// those that follow.
 template <int kCount>
 __device__ __forceinline__ float warp_sums(const float (&x)[kCount]) {
   const int lane = threadIdx.x % 32;
@@ -39,6 +31,11 @@ __device__ __forceinline__ float warp_sums(const float (&x)[kCount]) {
     sums[0] += __shfl_xor_sync(kAll, sums[0], i);
   }
   return sums[0];
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+  const float one[1] = {x};
+  return warp_sums(one);
 }
 
 __device__ __forceinline__ float warp_max(float x) {

@@ -73,6 +73,19 @@ __device__ __forceinline__ void set_down(const float (&y)[4], float (&sums)[kRow
   }
 }
 
+// What kCount warps set down, added in their order, of two columns.
+template <int kCount, class Warp>
+__device__ __forceinline__ float2 sum_of_warps(const Warp* warps, int row, int column) {
+  float2 sum = *reinterpret_cast<const float2*>(&warps[0].sums[row][column]);
+#pragma unroll
+  for (int w = 1; w < kCount; ++w) {
+    const float2 more = *reinterpret_cast<const float2*>(&warps[w].sums[row][column]);
+    sum.x += more.x;
+    sum.y += more.y;
+  }
+  return sum;
+}
+
 // x from the mail [rows, depth / 2], the depth shared by the warps of a block; y goes to the mail [rows, hidden].
 template <int kRows>
 __device__ __forceinline__ void project_split(const Group& group, const Product& p, const uint64_t* from, uint64_t* to,
@@ -119,13 +132,7 @@ __device__ __forceinline__ void project_split(const Group& group, const Product&
     __syncthreads();
     if (static_cast<int>(threadIdx.x) < group.rows * 4) {
       const int row = threadIdx.x / 4, column = threadIdx.x % 4 * 2;
-      float2 sum = *reinterpret_cast<const float2*>(&shared.warps[0].sums[row][column]);
-#pragma unroll
-      for (int w = 1; w < kWarps; ++w) {
-        const float2 more = *reinterpret_cast<const float2*>(&shared.warps[w].sums[row][column]);
-        sum.x += more.x;
-        sum.y += more.y;
-      }
+      const float2 sum = sum_of_warps<kWarps>(shared.warps, row, column);
       const int n = (first_of_block(p, group) + i * group.blocks) * kUnitColumns + column;
       post(to + row * kHidden + n, word(__float_as_uint(sum.x), epoch), word(__float_as_uint(sum.y), epoch));
     }
@@ -191,18 +198,9 @@ __device__ __forceinline__ void project_gated(const Segment& s, const Group& gro
     __syncthreads();
     const int unit = threadIdx.x / (kRows * 4), row = threadIdx.x / 4 % kRows, column = threadIdx.x % 4 * 2;
     if (unit < kUnits && i + unit < count && row < group.rows) {
-      const auto sum_of = [&](int side) {
-        const auto* const shares = &shared.warps[unit * kWarpsEach + side * kShares];
-        float2 sum = *reinterpret_cast<const float2*>(&shares[0].sums[row][column]);
-#pragma unroll
-        for (int share = 1; share < kShares; ++share) {
-          const float2 more = *reinterpret_cast<const float2*>(&shares[share].sums[row][column]);
-          sum.x += more.x;
-          sum.y += more.y;
-        }
-        return sum;
-      };
-      const float2 gate = sum_of(0), up = sum_of(1);
+      const auto* const gates = &shared.warps[unit * kWarpsEach];
+      const float2 gate = sum_of_warps<kShares>(gates, row, column);
+      const float2 up = sum_of_warps<kShares>(gates + kShares, row, column);
       const int n = (first_of_block(p, group) + (i + unit) * group.blocks) * kUnitColumns + column;
       post(to + (row * p.columns + n) / 2, word(pack(gelu_tanh(gate.x) * up.x, gelu_tanh(gate.y) * up.y), epoch));
     }
