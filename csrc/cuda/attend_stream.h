@@ -12,6 +12,8 @@ constexpr int kRing = 3;        // shares of K and V that a warp has on the way,
 constexpr int kUnitsAhead = 4;  // that a warp has to know: it asks for keys of the last while it reads the first's
 static_assert(kRing % 2 == 1, "values are pushed when keys have been read");
 
+constexpr uint32_t kNowhere = 0xffffffff;  // of a key that nobody sees, whose copy is zeros: no cache has one there
+
 // A warp's shares of the block's tiles on their way: K of a tile, its V, K of the next one. Nothing is before the first
 // tile but a share of values that are not there, behind which the first unit is looked for.
 template <class S>
@@ -27,17 +29,17 @@ class Stream {
 #pragma unroll
       for (int j = 0; j < kLines; ++j) {
         const auto page = static_cast<uint32_t>(min(max(entry_[j], int64_t{0}), static_cast<int64_t>(a.num_pages - 1)));
-        at_[j] = page * a.stride_page + in_page_[j] * a.stride_slot;
-        seen_[j] = __ballot_sync(kAll, key_ + j * 32 + lane < end_);
+        const bool seen = key_ + j * 32 + lane < end_;
+        at_[j] = seen ? page * a.stride_page + in_page_[j] * a.stride_slot : kNowhere;
       }
-      const auto* from = reinterpret_cast<const unsigned char*>(
-          static_cast<const bf16*>(a.k) + head_ * a.k_stride_head + warp / S::kSixteens * kAttendDepth + lane * 8);
+      const auto* from = static_cast<const bf16*>(a.k) + head_ * a.k_stride_head;
+      from = opaque(from + warp / S::kSixteens * kAttendDepth + lane * 8);
       const int first = warp % S::kSixteens * 16;
-      const uint32_t at = first < 32 ? at_[0] : at_[kLines - 1], seen = first < 32 ? seen_[0] : seen_[kLines - 1];
-      const uint64_t policy = read_once();
+      const uint32_t at = first < 32 ? at_[0] : at_[kLines - 1];
+      const uint32_t to = base_ + slot_ + lane * 16;
 #pragma unroll 8
       for (int i = 0; i < 16; ++i) {
-        copy_16(base_ + slot_ + i * 512 + ((lane ^ (i & 7)) * 16), from, at, seen, first % 32 + i, policy);
+        copy_16((to ^ (i & 7) * 16) + i * 512, from, at, first % 32 + i);
       }
     }
     end_push();
@@ -47,17 +49,16 @@ class Stream {
     __syncwarp();
     if (more_) {
       constexpr int kLanes = S::kColumns / 8, kRowsAtOnce = 32 / kLanes;
-      const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-      const auto* from = reinterpret_cast<const unsigned char*>(
-          static_cast<const bf16*>(a.v) + head_ * a.v_stride_head + warp * S::kColumns + lane % kLanes * 8);
-      const uint64_t policy = read_once();
+      const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / kLanes, column = lane % kLanes;
+      const auto* from = static_cast<const bf16*>(a.v) + head_ * a.v_stride_head;
+      from = opaque(from + warp * S::kColumns + column * 8);
+      const uint32_t to = base_ + slot_ + row * S::kColumns * 2 + (column ^ row) * 16;
 #pragma unroll
       for (int j = 0; j < kLines; ++j) {
-        const uint32_t to = base_ + slot_ + j * 32 * S::kColumns * 2;
 #pragma unroll 8
         for (int i = 0; i < 32 / kRowsAtOnce; ++i) {
-          const int row = kRowsAtOnce * i + lane / kLanes;
-          copy_16(to + row * S::kColumns * 2 + ((lane % kLanes ^ (row & 7)) * 16), from, at_[j], seen_[j], row, policy);
+          const int above = kRowsAtOnce * i;
+          copy_16((to ^ (above & 7) * 16) + (j * 32 + above) * S::kColumns * 2, from, at_[j], above + row);
         }
       }
       key_ += S::kKeys;
@@ -95,11 +96,10 @@ class Stream {
  private:
   static constexpr int kLines = S::kKeys / 32;  // keys of a tile that a lane knows the places of
 
-  // Of the key that lane `row` knows, by its place.
-  static __device__ __forceinline__ void copy_16(uint32_t to, const unsigned char* from, uint32_t at, uint32_t seen,
-                                                 int row, uint64_t policy) {
-    const int bytes = (seen >> row & 1) * 16;  // the others are zeros
-    copy_16_bytes(to, from + static_cast<int64_t>(__shfl_sync(kAll, at, row)) * 16, bytes, policy);
+  // Of the key whose place lane `row` knows.
+  static __device__ __forceinline__ void copy_16(uint32_t to, const bf16* from, uint32_t at, int row) {
+    const uint32_t place = __shfl_sync(kAll, at, row);
+    copy_16_bytes(to, from + static_cast<uint64_t>(place) * 8, place == kNowhere ? 0 : 16);
   }
 
   __device__ __forceinline__ void end_push() {
@@ -117,7 +117,6 @@ class Stream {
   int64_t entry_[kLines] = {};  // of the table, for a lane's keys of the next tile
   uint32_t in_page_[kLines] = {};
   uint32_t at_[kLines] = {};  // of a lane's keys of the tile, in both caches, in units of 8 elements
-  uint32_t seen_[kLines] = {};
 };
 
 }  // namespace

@@ -26,6 +26,13 @@ __device__ __forceinline__ void wait_for_others() {
 #endif
 }
 
+// As it is: the compiler does not take apart what it was made of.
+template <class T>
+__device__ __forceinline__ const T* opaque(const T* x) {
+  asm("" : "+l"(x));
+  return x;
+}
+
 __device__ __forceinline__ uint32_t shared_address(const void* at) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(at));
 }
@@ -88,12 +95,32 @@ __device__ __forceinline__ void multiply(float (&y)[4], const uint4& x, const ui
   multiply(y, x.z, x_below.z, x.w, x_below.w, weight.z, weight.w);
 }
 
-// Asynchronous copies into shared memory, each thread's own: 16 bytes, of which those behind `bytes` become zeros.
-// Copies are committed in groups, and waited for until all but the last kPending groups are there.
-__device__ __forceinline__ void copy_16_bytes(uint32_t to, const void* from, int bytes, uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(bytes),
-               "l"(policy)
-               : "memory");
+// Asynchronous copies into shared memory, each thread's own: 16 bytes, of which those behind `bytes` become zeros. What
+// is read once shall not push out of L2 what is read again. Copies are committed in groups, and waited for until all
+// but the last kPending groups are there.
+__device__ __forceinline__ void copy_16_bytes(uint32_t to, const void* from, int bytes) {
+  asm volatile(
+      "{\n"
+      ".reg .b64 once;\n"
+      "createpolicy.fractional.L2::evict_first.b64 once, 1.0;\n"
+      "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, once;\n"
+      "}"
+      :
+      : "r"(to), "l"(from), "r"(bytes)
+      : "memory");
+}
+
+// What the next kernel reads shall stay in L2, whatever else passes through it.
+__device__ __forceinline__ void store_for_next(float* at, float x) {
+  asm volatile(
+      "{\n"
+      ".reg .b64 kept;\n"
+      "createpolicy.fractional.L2::evict_last.b64 kept, 1.0;\n"
+      "st.global.L2::cache_hint.f32 [%0], %1, kept;\n"
+      "}"
+      :
+      : "l"(at), "f"(x)
+      : "memory");
 }
 
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -101,13 +128,6 @@ __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_
 template <int kPending>
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-// What is read once shall not push out of L2 what is read again.
-__device__ __forceinline__ uint64_t read_once() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
 }
 
 // Four matrices of 8 x 8 elements of 16 bits, a row of which each lane points to; turned, columns become rows.

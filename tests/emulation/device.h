@@ -200,10 +200,14 @@ inline float exp2_approx(float x) { return std::exp2(x); }
 inline uint32_t shared_address(const void* at) {
   return static_cast<uint32_t>(static_cast<const unsigned char*>(at) - emulated::shared);
 }
-inline uint64_t read_once() { return 0; }
-inline void copy_16_bytes(uint32_t to, const void* from, int bytes, uint64_t) {
+template <class T>
+const T* opaque(const T* x) {
+  return x;
+}
+inline void copy_16_bytes(uint32_t to, const void* from, int bytes) {
   emulated::copies[threadIdx.x].back().push_back({to, from, bytes});
 }
+inline void store_for_next(float* at, float x) { *at = x; }
 inline void commit_copies() { emulated::copies[threadIdx.x].emplace_back(); }
 template <int kPending>
 void wait_for_copies() {
