@@ -25,6 +25,13 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+def ways(heads: tuple[int, int, int, int]) -> dict[str, int]:
+    """Chunks of a part, by what it is."""
+    fold, (_, rows, query_heads, kv_heads) = _attention.config(*heads, 90).fold, heads
+    found = {"chunks": 1, "folds": fold, "two folds": 2 * fold}
+    return found if rows * (query_heads // kv_heads) > 8 else dict(list(found.items())[:2])
+
+
 def absent() -> str:
     """Why the kernel cannot be run here, or ""."""
     if not torch.cuda.is_available():

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from attend_cases import HEADS, LENGTHS, OPTIONS, made
+from attend_cases import HEADS, LENGTHS, OPTIONS, made, ways
 from attention_cases import naive
 from emulated import compiled
 from harness import assert_same_bits, check_numerics
@@ -45,8 +45,8 @@ def emulate(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
             0 if positions is None else positions.stride(0),
             0 if positions is None or positions.dim() == 1 else positions.stride(1),
             0 if scale is None or scale.numel() == 1 else 1, *k.shape[:2], a["bound"], a["max_chunks"].bit_length() - 1,
-            a["chunks_a_part"], a["partial"].size(1), *q.shape[:2], k.size(2), q.size(2) // k.size(2),
-            q.size(3), 0 if a["freq"] is None else a["freq"].numel(),
+            a["chunks_a_part"], a["folds_a_part"], a["partial"].size(1), *q.shape[:2], k.size(2),
+            q.size(2) // k.size(2), q.size(3), 0 if a["freq"] is None else a["freq"].numel(),
         )
         wrong = run(
             (ctypes.c_void_p * len(pointers))(*(None if t is None else t.data_ptr() for t in pointers)),
@@ -99,10 +99,12 @@ def up(n: int, size: int) -> int:
 def cases() -> list[tuple[tuple[int, int, int, int], list[int], dict[str, Any], str]]:
     """Every option with every list of lengths; heads, and what a part is, in turn."""
     pairs = [(lengths, more) for more in OPTIONS for lengths in LENGTHS]
-    return [
-        (HEADS[3 * i % len(HEADS)], *pair, ("chunks", "folds")[(i + i // 4) % 2])
-        for i, pair in enumerate(pairs)
-    ]
+    found = []
+    for i, pair in enumerate(pairs):
+        heads = HEADS[3 * i % len(HEADS)]
+        each = list(ways(heads))
+        found.append((heads, *pair, each[(i + i // 4) % len(each)]))
+    return found
 
 
 @pytest.mark.parametrize(("heads", "lengths", "more", "each"), cases(), ids=str)
@@ -112,23 +114,22 @@ def test_against_fp64(
 ) -> None:
     scales = {name: torch.tensor(value) for name, value in more.items() if name.endswith("_scale")}
     args, kwargs = made(heads, lengths, "cpu", **{**more, **scales})
-    fold = _attention.config(*heads, 90).fold
-    monkeypatch.setattr(_attention, "spread", lambda *_: 1 if each == "chunks" else fold)
+    monkeypatch.setattr(_attention, "spread", lambda *_: ways(heads)[each])
     left, last = launches(args, kwargs)
     emulate(left)
     got = merged(left, last, args, kwargs.get("v_scale"))
     check_numerics(got, naive(got.dtype, *args, **kwargs), naive(torch.float64, *args, **kwargs), atol=1e-6)
 
 
-@pytest.mark.parametrize("heads", [HEADS[i] for i in (0, 2, 3, 4, 5, 13)], ids=str)
-@pytest.mark.parametrize("each", ["chunks", "folds"])
+@pytest.mark.parametrize(
+    ("heads", "each"), [(HEADS[i], each) for i in (0, 2, 3, 4, 5, 13) for each in ways(HEADS[i])], ids=str
+)
 def test_the_same_bits_in_any_number_of_blocks(
     heads: tuple[int, int, int, int], each: str, emulate: Emulate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths = [330, 0, 64, *[0] * 31, 100]
     args, kwargs = made(heads, lengths, "cpu", page_size=16)
-    fold = _attention.config(*heads, 90).fold
-    monkeypatch.setattr(_attention, "spread", lambda *_: 1 if each == "chunks" else fold)
+    monkeypatch.setattr(_attention, "spread", lambda *_: ways(heads)[each])
     expected: tuple[Tensor, ...] | None = None
     for sms in (132, 3, 1):
         left, _ = launches(args, kwargs, sms)
@@ -137,3 +138,34 @@ def test_the_same_bits_in_any_number_of_blocks(
         expected = expected or got
         for one, two in zip(got, expected):
             assert_same_bits(one, two)
+
+
+def test_two_folds_are_those_that_the_merge_makes(emulate: Emulate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbours, by the arithmetic of triton_ops/_attention_merge.py."""
+    heads = (512, 1, 16, 1)
+    args, kwargs = made(heads, [1100, 513, 64, 0], "cpu", page_size=16)
+    left = {}
+    for each, chunks in ways(heads).items():
+        monkeypatch.setattr(_attention, "spread", lambda *_, chunks=chunks: chunks)
+        left[each], _ = launches(args, kwargs)
+        emulate(left[each])
+    assert left["folds"]["stats"].size(1) == 3 and left["two folds"]["stats"].size(1) == 2
+    (tops, totals), averages = left["folds"]["stats"].unbind(2), left["folds"]["partial"]
+    for query in range(16):  # of the first request, and a fold that has no partner
+        found = [(tops[query, i], totals[query, i], averages[query, i]) for i in range(3)]
+        for part, expected in enumerate((folded(*found[0], *found[1]), found[2])):
+            assert_same_bits(left["two folds"]["stats"][query, part], torch.stack(expected[:2]))
+            assert_same_bits(left["two folds"]["partial"][query, part], expected[2])
+
+
+def folded(
+    top: Tensor, total: Tensor, y: Tensor, more_top: Tensor, more_total: Tensor, more_y: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Two parts: sums and averages as fp32 has them, a product and sum rounded once."""
+    exp2 = ctypes.CDLL("libm.so.6").exp2f  # as the emulated kernel's
+    exp2.restype, exp2.argtypes = ctypes.c_float, [ctypes.c_float]
+    best = torch.maximum(top, more_top)
+    shrink, more_shrink = (exp2(float(one - best)) for one in (top, more_top))
+    total, y = ((one.double() * shrink + (more * more_shrink).double()).float()
+                for one, more in ((total, more_total), (y, more_y)))
+    return best, total, y

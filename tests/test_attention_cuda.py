@@ -128,6 +128,8 @@ def test_the_same_chunks_for_any_batch() -> None:
         assert _attention.spread(2, 128, 64, 2, 132, c.fold) == 1
         assert _attention.spread(128, 128, 64, 2, 132, c.fold) == c.fold
     assert _attention.spread(8, 1, 32, 2, 132, 8) == 1
+    for batch, chunks, each in ((1, 128, 1), (8, 128, 8), (64, 64, 16), (132, 8, 8)):  # of 12B, two folds where it can
+        assert _attention.spread(batch, chunks, 64, 16, 132, 8) == each
 
 
 @pytest.mark.parametrize("reason", ["no library", "q at an odd place", "no key"])

@@ -64,24 +64,24 @@ def fold_in_order(tops, totals, ys, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def fold_pairs(tops, totals, ys):
-    """Of tuples: each of the first half with its partner in the second."""
-    HALF: tl.constexpr = len(tops) // 2
+    """Of tuples: neighbours."""
     half_tops, half_totals, half_ys = (), (), ()
-    for i in tl.static_range(HALF):
-        top, total, y = fold_in(tops[i], totals[i], ys[i], tops[HALF + i], totals[HALF + i], ys[HALF + i])
+    for i in tl.static_range(0, len(tops), 2):
+        top, total, y = fold_in(tops[i], totals[i], ys[i], tops[i + 1], totals[i + 1], ys[i + 1])
         half_tops, half_totals, half_ys = half_tops + (top,), half_totals + (total,), half_ys + (y,)  # noqa: RUF005
     return half_tops, half_totals, half_ys
 
 
 @triton.jit
-def halves(x):
-    """Both halves of a tile's rows."""
+def neighbours(x):
+    """A tile's rows, the first of each two and the second."""
     HALF: tl.constexpr = x.shape[0] // 2
     if len(x.shape) == 1:
-        x = tl.permute(tl.reshape(x, [2, HALF]), [1, 0])
+        pairs = tl.reshape(x, [HALF, 2])
     else:
-        x = tl.permute(tl.reshape(x, [2, HALF, x.shape[1]]), [1, 2, 0])
-    return tl.split(x)
+        pairs = tl.reshape(x, [HALF, 2, x.shape[1]])
+        pairs = tl.permute(pairs, [0, 2, 1])
+    return tl.split(pairs)
 
 
 @triton.jit(do_not_specialize=["table_stride", "table_size", "page_size", "bound", "max_chunks", "parts", "per_request",
@@ -95,9 +95,10 @@ def merge(
 ):
     """Grid (batch * rows * num_qo_heads, head_dim / BLOCK_D).
 
-    A fold's parts are folded in order. Of each 16 folds the two of a pair that lie half of them apart are folded, then
-    of what is left likewise; these, again, in order. Folds that do not exist change nothing, so GROUP is 16 or what a
-    row can have at most. They lie side by side in a tile [GROUP, BLOCK_D], or, WIDE, AHEAD at a time in each thread.
+    A fold's parts are folded in order. Of each 16 folds neighbours are folded, then of what is left likewise; these,
+    again, in order. Folds that do not exist change nothing, so GROUP is 16 or what a row can have at most. They lie
+    side by side in a tile [GROUP, BLOCK_D], or, WIDE, AHEAD at a time in each thread. Where a part has two folds
+    already, FOLD counts the chunks of both, and GROUP is 8 at most.
     """
     let_others_start(EARLY)
     EACH: tl.constexpr = FOLD // CHUNKS  # parts of a fold
@@ -130,9 +131,9 @@ def merge(
             # [GROUP], [GROUP], [GROUP, BLOCK_D]
             top, total, y = fold_in_order(part_tops, part_totals, part_ys, 0, EACH)
             for _level in tl.static_range(halvings(GROUP)):
-                one_top, two_top = halves(top)
-                one_total, two_total = halves(total)
-                one_y, two_y = halves(y)
+                one_top, two_top = neighbours(top)
+                one_total, two_total = neighbours(total)
+                one_y, two_y = neighbours(y)
                 top, total, y = fold_in(one_top, one_total, one_y, two_top, two_total, two_y)
             top, total, y = tl.sum(top, 0), tl.sum(total, 0), tl.sum(y, 0)  # of one row
         all_top, all_total, all_y = fold_in(all_top, all_total, all_y, top, total, y)

@@ -150,9 +150,13 @@ def merge_launch(
     partial: Tensor, stats: Tensor, output: Tensor, num_kv_heads: int, v_scale: Tensor | None, table: dict[str, Any],
     c: Config, chunks_a_part: int
 ) -> Launch:
-    """The merge of `partial` [batch * rows * num_qo_heads, parts, head_dim] into `output`."""
+    """The merge of `partial` [batch * rows * num_qo_heads, parts, head_dim] into `output`.
+
+    A part of two folds is as one of twice as many chunks, of which there are half as many.
+    """
     (heads, parts, head_dim), (rows, num_qo_heads) = partial.shape, output.shape[1:3]
-    tile, num_warps = _merge_tile(heads, head_dim, parts, c.fold // chunks_a_part)
+    fold = max(c.fold, chunks_a_part)
+    tile, num_warps = _merge_tile(heads, head_dim, parts, fold // chunks_a_part, 16 * c.fold // fold)
     return Launch(
         merge,
         (heads, head_dim // int(tile["BLOCK_D"])),
@@ -162,7 +166,7 @@ def merge_launch(
             "num_qo_heads": num_qo_heads, "group": num_qo_heads // num_kv_heads,
         },
         {
-            "HEAD_DIM": head_dim, **tile, "MULTIPLE": c.block_n, "FOLD": c.fold, "CHUNKS": chunks_a_part,
+            "HEAD_DIM": head_dim, **tile, "MULTIPLE": c.block_n, "FOLD": fold, "CHUNKS": chunks_a_part,
             "EARLY": c.early,
         },
         num_warps=num_warps,
@@ -170,14 +174,16 @@ def merge_launch(
     )
 
 
-def _merge_tile(heads: int, head_dim: int, parts: int, parts_a_fold: int) -> tuple[dict[str, int | bool], int]:
-    """Constants and warps of the merge. They change no bit.
+def _merge_tile(
+    heads: int, head_dim: int, parts: int, parts_a_fold: int, most: int = 16
+) -> tuple[dict[str, int | bool], int]:
+    """Constants and warps of the merge, which takes `most` folds at a time. They change no bit.
 
     Of few parts, or where there are many heads, a thread has all folds of its 4 elements; else the folds of a row lie
     side by side. Microseconds on an H200 of so few parts, and side by side: E4B 8 x 8192 1.7 and 3.2, the sliding
     layers of 31B 1 x 1024 1.7 and 2.2; in a step of 31B, 1 x 1024, 3.7 and 4.8, with 256 elements a program 4.5.
     """
-    group = min(16, power_of_two(-(-parts // parts_a_fold)))
+    group = min(most, power_of_two(-(-parts // parts_a_fold)))
     few = parts <= 16  # all are on their way at a time
     many_heads = heads * head_dim >= 65536
     wide = few or (many_heads and (parts_a_fold == 1 or group <= 4))

@@ -28,14 +28,14 @@ struct Attend {
   bool table_is_int64 = false, lengths_are_int64 = false, indptr_is_int64 = false, positions_are_int64 = false;
   int64_t q_stride_batch = 0, q_stride_row = 0, q_stride_head = 0;  // elements
   int64_t k_stride_head = 0, v_stride_head = 0;
-  uint32_t stride_page = 0, stride_slot = 0;  // of both, in 8 elements; a whole cache has less than 2^32 of these
+  uint32_t stride_page = 0, stride_slot = 0;  // of both, in 8 elements; a whole cache has less than 2^32 - 1 of these
   int64_t table_stride = 0, table_size = 0;
   int64_t position_stride_batch = 0, position_stride = 0;
   int64_t k_scale_stride = 0;
   int num_pages = 0, page_size = 0, bound = 0;
   float chunk_weight = 0;
   int log2_max_chunks = 0;
-  int chunks_a_part = 0;
+  int chunks_a_part = 0, folds_a_part = 1;  // 2: of half of the chunks each
   int parts = 0;
   int batch = 0, rows = 0, kv_heads = 0, head_dim = 0, num_pairs = 0;
   int group = 0;          // query heads of a KV head,

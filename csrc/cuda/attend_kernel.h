@@ -10,7 +10,8 @@
 // each other the sums through shared memory, and then all compute the same maxima and exponentials, so that one barrier
 // a tile is enough; of the values each has some of the columns. So a warp loads for itself alone what it reads.
 //
-// Chunks are a request's own: which block has one, and what else it has, changes no bit.
+// A part is a chunk, a fold of chunks, or two folds: the merge folds neighbours first, so that their sum is the same
+// wherever they meet. Chunks are a request's own: which block has one, and what else it has, changes no bit.
 #pragma once
 
 #include <type_traits>
@@ -39,10 +40,14 @@ struct AttendShared {
   };
 };
 
+enum class Part { kChunk, kFold, kTwoFolds };
+
 // Registers: beside a segment's block an SM has 176 for each of 128 threads.
-template <class S, bool kFolds>
+template <class S, Part kPart>
 __global__ void __maxnreg__(S::kTiles == 1 ? 176 : 255) attend(const __grid_constant__ Attend a) {
   constexpr int kTiles = S::kTiles, kKeys = S::kKeys;
+  constexpr bool kFolds = kPart != Part::kChunk, kTwoFolds = kPart == Part::kTwoFolds;
+  constexpr int kHeld = kTwoFolds ? 0 : 1;  // tiles of queries that are in registers: there is no room for more
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<AttendShared<S>*>(memory);
   let_others_start();
@@ -56,15 +61,16 @@ __global__ void __maxnreg__(S::kTiles == 1 ? 176 : 255) attend(const __grid_cons
   const uint32_t value_at = (lane / 16 * 8 + lane % 8) * S::kColumns * 2 + ((lane / 8 % 2 ^ (lane & 7)) * 16);
   const uint32_t query_at = shared_address(&shared.q[lane % 8][depth * kAttendDepth + lane / 8 * 8]);
   const Unit* unit = nullptr;
-  int of = -1;                // whose queries there are
-  unsigned key = 0, end = 0;  // first of the tile, and behind the last of the unit
-  unsigned chunk_end;         // of the chunk that the tile is in
-  bool first;                 // whether that is the first of a fold
+  int of = -1;                   // whose queries there are
+  unsigned key = 0, end = 0;     // first of the tile, and behind the last of the unit
+  unsigned chunk_end, fold_end;  // of those that the tile is in
+  bool first, first_fold;        // whether that is the first chunk of a fold, and the first fold of a part
   float scale;
-  uint32_t q[kSteps / 2][4];  // of the first 8 queries: there are no registers for more
+  uint32_t q[kSteps / 2][4];  // of the first 8 queries
   Sums<S> sums;
   constexpr bool kInShared = S::kFoldsInShared > 0;
   Fold<S, std::conditional_t<kInShared, InShared<S>, InRegisters<S>>> fold;
+  Fold<S, InRegisters<S>> folds;
   if constexpr (kInShared) {
     fold.y = {shared.folds, a.rows * a.group};
   }
@@ -86,7 +92,7 @@ __global__ void __maxnreg__(S::kTiles == 1 ? 176 : 255) attend(const __grid_cons
           of = unit->b;
           load_queries<S>(a, of, head, tile == 0, shared);
 #pragma unroll
-          for (int pair = 0; pair < kSteps / 2; ++pair) {
+          for (int pair = 0; pair < kSteps / 2 * kHeld; ++pair) {
             load_matrices(q[pair], query_at + pair * 64);
           }
           scale = a.sm_scale * (a.k_scale == nullptr ? 1.0f : a.k_scale[head * a.k_scale_stride]) * kLog2E;
@@ -94,7 +100,8 @@ __global__ void __maxnreg__(S::kTiles == 1 ? 176 : 255) attend(const __grid_cons
         key = unit->begin;
         end = unit->end;
         chunk_end = key + unit->chunk;
-        first = true;
+        fold_end = key + unit->chunk * (a.chunks_a_part / 2);
+        first = first_fold = true;
         sums.clear();
       }
       const uint32_t from = stream.pop();
@@ -104,7 +111,7 @@ __global__ void __maxnreg__(S::kTiles == 1 ? 176 : 255) attend(const __grid_cons
         uint32_t queries[kTiles][4];
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
-          if (t == 0) {
+          if (t < kHeld) {
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
               queries[t][k] = q[pair][k];
@@ -171,7 +178,7 @@ __global__ void __maxnreg__(S::kTiles == 1 ? 176 : 255) attend(const __grid_cons
           for (int slab = 0; slab < S::kSlabs; ++slab) {
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-              sums.y[t][slab][k] *= k % 2 == 0 ? factors.x : factors.y;
+              sums.y.at(t, slab, k) *= k % 2 == 0 ? factors.x : factors.y;
             }
           }
         }
@@ -185,7 +192,7 @@ __global__ void __maxnreg__(S::kTiles == 1 ? 176 : 255) attend(const __grid_cons
           load_turned(v, (from + value_at + slab / 4 * 128 + step * 16 * S::kColumns * 2) ^ (slab % 4 * 32));
 #pragma unroll
           for (int t = 0; t < kTiles; ++t) {
-            multiply(sums.y[t][slab], v[0], v[1], v[2], v[3], p[t][2 * step], p[t][2 * step + 1]);
+            multiply(sums.y.y[t][slab], v[0], v[1], v[2], v[3], p[t][2 * step], p[t][2 * step + 1]);
           }
         }
       }
@@ -197,17 +204,26 @@ __global__ void __maxnreg__(S::kTiles == 1 ? 176 : 255) attend(const __grid_cons
           sums.total[t] += __shfl_xor_sync(kAll, sums.total[t], 2);
         }
         if constexpr (kFolds) {
-          fold_chunk(fold, sums, first);
+          fold_in(fold, sums, first);
           first = false;
           chunk_end += unit->chunk;
           sums.clear();
         }
       }
+      if constexpr (kTwoFolds) {
+        if (last || key + kKeys == fold_end) {
+          fold_in(folds, fold, first_fold);
+          first = true;
+          first_fold = false;
+        }
+      }
       if (last) {
-        if constexpr (kFolds) {
-          leave<S>(a, head, *unit, fold.top, fold.total, [&](int t, int slab, int k) { return fold.y.at(t, slab, k); });
+        if constexpr (kTwoFolds) {
+          leave<S>(a, head, *unit, folds);
+        } else if constexpr (kFolds) {
+          leave<S>(a, head, *unit, fold);
         } else {
-          leave<S>(a, head, *unit, sums.top, sums.total, [&](int t, int slab, int k) { return sums.y[t][slab][k]; });
+          leave<S>(a, head, *unit, sums);
         }
       }
     }
@@ -216,13 +232,19 @@ __global__ void __maxnreg__(S::kTiles == 1 ? 176 : 255) attend(const __grid_cons
 }
 
 // `use` gets the kernel that serves a launch, its threads and its bytes of shared memory: an SM has room for two blocks
-// of 8 queries, or one of 16.
+// of 8 queries, or one of 16. Two folds a part are served for 16 queries.
 template <class Use>
 auto with_kernel(const Attend& a, Use use) {
   const auto of = [&](auto shape) {
     using S = decltype(shape);
     const int bytes = static_cast<int>(sizeof(AttendShared<S>));
-    return a.chunks_a_part > 1 ? use(attend<S, true>, S::kThreads, bytes) : use(attend<S, false>, S::kThreads, bytes);
+    if constexpr (S::kTiles == 2) {
+      if (a.folds_a_part == 2) {
+        return use(attend<S, Part::kTwoFolds>, S::kThreads, bytes);
+      }
+    }
+    return a.chunks_a_part > 1 ? use(attend<S, Part::kFold>, S::kThreads, bytes)
+                               : use(attend<S, Part::kChunk>, S::kThreads, bytes);
   };
   return a.head_dim == 256      ? of(Shape<256, 4, 1>())
          : a.rows * a.group > 8 ? of(Shape<512, 8, 2>())

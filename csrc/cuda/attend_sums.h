@@ -8,13 +8,24 @@ namespace {
 
 __device__ __forceinline__ int row_of(const Attend& a, int query) { return query * a.group_inverse >> 16; }
 
-// A chunk, or a fold of them: maximum and sum of the query lane / 4 of each tile, the sum of a lane's own keys alone;
-// and averages, not divided by it, of the queries lane % 4 * 2 and the next, of 16 columns a slab.
+// A lane's averages of the queries lane % 4 * 2 and the next of each tile, of 16 columns a slab; and whether there is
+// the query of t and k.
+template <class S>
+struct InRegisters {
+  float y[S::kTiles][S::kSlabs][4];
+
+  __device__ __forceinline__ bool has(int, int) const { return true; }
+  __device__ __forceinline__ float& at(int t, int slab, int k) { return y[t][slab][k]; }
+  __device__ __forceinline__ float at(int t, int slab, int k) const { return y[t][slab][k]; }
+};
+
+// A chunk: maximum and sum of the query lane / 4 of each tile, the sum of a lane's own keys alone; and averages, not
+// divided by it.
 template <class S>
 struct Sums {
   float top[S::kTiles];
   float total[S::kTiles];
-  float y[S::kTiles][S::kSlabs][4];
+  InRegisters<S> y;
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -25,7 +36,7 @@ struct Sums {
       for (int slab = 0; slab < S::kSlabs; ++slab) {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          y[t][slab][k] = 0.0f;
+          y.at(t, slab, k) = 0.0f;
         }
       }
     }
@@ -45,15 +56,7 @@ __device__ __forceinline__ int column_of(int slab, int below) {
   return warp * S::kColumns + slab * 16 + below * 8 + lane / 4;
 }
 
-// Averages of a fold of chunks, and whether there is the query of t and k.
-template <class S>
-struct InRegisters {
-  float y[S::kTiles][S::kSlabs][4];
-
-  __device__ __forceinline__ bool has(int, int) const { return true; }
-  __device__ __forceinline__ float& at(int t, int slab, int k) { return y[t][slab][k]; }
-};
-
+// Of few queries, which have left room where they were.
 template <class S>
 struct InShared {
   float (*rows)[S::kDim + 4];
@@ -68,6 +71,7 @@ struct InShared {
   }
 };
 
+// Chunks together, their sums complete.
 template <class S, class Averages>
 struct Fold {
   float top[S::kTiles];
@@ -75,15 +79,15 @@ struct Fold {
   Averages y;
 };
 
-// A chunk's sums, complete, into those before it: the arithmetic of the merge.
-template <class S, class Averages>
-__device__ __forceinline__ void fold_chunk(Fold<S, Averages>& into, const Sums<S>& chunk, bool first) {
+// The sums of a chunk, complete, or of a fold, into those before it: the arithmetic of the merge.
+template <class S, class Averages, class More>
+__device__ __forceinline__ void fold_in(Fold<S, Averages>& into, const More& more, bool first) {
 #pragma unroll
   for (int t = 0; t < S::kTiles; ++t) {
-    const float best = first ? chunk.top[t] : fmaxf(into.top[t], chunk.top[t]);
+    const float best = first ? more.top[t] : fmaxf(into.top[t], more.top[t]);
     const float base = best == -INFINITY ? 0.0f : best;
-    const float shrink = exp2_approx(into.top[t] - base), new_shrink = exp2_approx(chunk.top[t] - base);
-    into.total[t] = first ? chunk.total[t] : __fmaf_rn(into.total[t], shrink, __fmul_rn(chunk.total[t], new_shrink));
+    const float shrink = exp2_approx(into.top[t] - base), new_shrink = exp2_approx(more.top[t] - base);
+    into.total[t] = first ? more.total[t] : __fmaf_rn(into.total[t], shrink, __fmul_rn(more.total[t], new_shrink));
     into.top[t] = best;
     const float2 one = for_averages(shrink), two = for_averages(new_shrink);
 #pragma unroll
@@ -92,7 +96,7 @@ __device__ __forceinline__ void fold_chunk(Fold<S, Averages>& into, const Sums<S
 #pragma unroll
         for (int slab = 0; slab < S::kSlabs; ++slab) {
           float& at = into.y.at(t, slab, k);
-          const float y = chunk.y[t][slab][k];
+          const float y = more.y.at(t, slab, k);
           at = first ? y : __fmaf_rn(at, k % 2 == 0 ? one.x : one.y, __fmul_rn(y, k % 2 == 0 ? two.x : two.y));
         }
       }
@@ -100,10 +104,9 @@ __device__ __forceinline__ void fold_chunk(Fold<S, Averages>& into, const Sums<S
   }
 }
 
-// A part to where the merge finds it: `average(t, slab, k)` of a lane's.
-template <class S, class Average>
-__device__ __forceinline__ void leave(const Attend& a, int head, const Unit& unit, const float (&top)[S::kTiles],
-                                      const float (&total)[S::kTiles], Average average) {
+// A part to where the merge finds it.
+template <class S, class Part>
+__device__ __forceinline__ void leave(const Attend& a, int head, const Unit& unit, Part& part) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const auto line_of = [&](int query) {
     const int64_t row = static_cast<int64_t>(unit.b) * a.rows + row_of(a, query);
@@ -114,7 +117,7 @@ __device__ __forceinline__ void leave(const Attend& a, int head, const Unit& uni
   for (int t = 0; t < S::kTiles; ++t) {
     const int own = t * 8 + lane / 4;
     if (warp == 0 && lane % 4 == 0 && own < a.rows * a.group) {
-      *reinterpret_cast<float2*>(a.stats + line_of(own) * 2) = make_float2(top[t], total[t]);
+      *reinterpret_cast<float2*>(a.stats + line_of(own) * 2) = make_float2(part.top[t], part.total[t]);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -123,8 +126,8 @@ __device__ __forceinline__ void leave(const Attend& a, int head, const Unit& uni
         float* at = a.partial + line_of(query) * S::kDim;
 #pragma unroll
         for (int slab = 0; slab < S::kSlabs; ++slab) {
-          at[column_of<S>(slab, 0)] = average(t, slab, i);
-          at[column_of<S>(slab, 1)] = average(t, slab, i + 2);
+          store_for_next(at + column_of<S>(slab, 0), part.y.at(t, slab, i));
+          store_for_next(at + column_of<S>(slab, 1), part.y.at(t, slab, i + 2));
         }
       }
     }

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from attend_cases import HEADS, LENGTHS, OPTIONS, absent, made
+from attend_cases import HEADS, LENGTHS, OPTIONS, absent, made, ways
 from attention_cases import check_call
 from harness import assert_same_bits, call, forced
 from pairwise import pairwise
@@ -56,20 +55,18 @@ def test_small_sizes(heads: tuple[int, int, int, int], lengths: list[int], more:
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("lengths", [[700], [33, 0, 64, 1500], [*[300] * 9, *[0] * 25, 1100, 7]], ids=len)
+@pytest.mark.parametrize("lengths", [[700], [33, 0, 64, 5000], [*[300] * 9, *[0] * 25, 1100, 7]], ids=len)
 def test_the_same_bits_however_it_is_shared_out(
     heads: tuple[int, int, int, int], lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In chunks or folds of them, in many blocks or one for each KV head, each request alone, in a narrower table."""
+    """In chunks, folds or two of these; in many blocks or one a KV head; each request alone; in a narrower table."""
     args, kwargs = made(heads, lengths, page_size=16)
     with forced(IMPLEMENTATION):
         expected = call(OP, *args, **kwargs)
-        real = _attention.config(*heads, 90)
-        spreads: list[Callable[..., int]] = [lambda *_: 1, lambda *_: real.fold]
-        for spread in spreads:
+        for chunks in ways(heads).values():
             for sms in (132, 5, 1):
                 with monkeypatch.context() as patch:
-                    patch.setattr(_attention, "spread", spread)
+                    patch.setattr(_attention, "spread", lambda *_, chunks=chunks: chunks)
                     patch.setattr(_attention, "count_sms", lambda device, sms=sms: sms)
                     assert_same_bits(call(OP, *args, **kwargs), expected)
         q, k, v, table, seq_lens, scale = args
