@@ -10,6 +10,9 @@ SOURCES := $(shell find $(PACKAGED) -type f -not -path '*/__pycache__/*' -not -p
 	setup.py CMakeLists.txt pyproject.toml $(wildcard README.md LICENSE)
 CPP := $(shell find csrc tests/emulation -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
+# Bytecode is kept, whatever the shell says: pip installs without (below), and what is imported is compiled once.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-transformers-5.17 build sanitize clang lint format clean
 
 # Watch the example pair decode with and without drafting.
@@ -70,17 +73,25 @@ format: $(VENV)/.tools
 
 # Everything built, but not .venv.
 clean:
-	rm -rf build dist *.egg-info mtp_kernels/lib mtp_kernels/_host*.so $(VENV)/.installed
+	rm -rf build dist *.egg-info mtp_kernels/lib mtp_kernels/_host*.so $(VENV)/.wheel $(VENV)/.installed
 
+# Python compiles what is imported: half a minute. All there is, as pip compiles it, takes more than a minute.
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install torch==2.13.0
+	$(PIP) install --no-compile torch==2.13.0
 	touch $@
 
 $(VENV)/.tools: $(VENV)/.torch requirements-dev.txt
-	$(PIP) install -r requirements-dev.txt
+	$(PIP) install --no-compile -r requirements-dev.txt
 	touch $@
 
-$(VENV)/.installed: $(VENV)/.tools $(SOURCES)
-	$(PIP) install --no-deps --force-reinstall .
+# Needs torch alone, as pip builds with tools of its own: `make -j 2` builds while .tools waits for the network. Ninja is
+# not to look for make's jobs: it has all processors.
+$(VENV)/.wheel: $(VENV)/.torch $(SOURCES)
+	rm -rf build/wheel
+	MAKEFLAGS= $(PIP) wheel --no-deps --wheel-dir build/wheel .
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.tools $(VENV)/.wheel
+	$(PIP) install --no-deps --force-reinstall build/wheel/*.whl
 	touch $@
