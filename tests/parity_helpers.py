@@ -11,6 +11,7 @@ the committed lengths and window_left = W.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -137,10 +138,17 @@ def make_embedding(config: AssistantConfig, seed: int) -> Any:
     """The scaled input embedding of a Gemma 4 target with this assistant."""
     from transformers.models.gemma4.modeling_gemma4 import Gemma4TextScaledWordEmbedding
 
-    embed = Gemma4TextScaledWordEmbedding(config.vocab, config.backbone, 0, embed_scale=config.backbone**0.5)
-    embed.weight.copy_(torch.randn(embed.weight.shape, generator=torch.Generator().manual_seed(seed)))
-    embed.weight.mul_(config.backbone**-0.5)
+    # Of one row, so that transformers does not fill 400 million elements, which are replaced at once.
+    embed = Gemma4TextScaledWordEmbedding(1, config.backbone, 0, embed_scale=config.backbone**0.5)
+    embed.num_embeddings = config.vocab
+    embed.weight = torch.nn.Parameter(_rows(config.vocab, config.backbone, seed).clone())
     return embed.eval().requires_grad_(False)
+
+
+@functools.lru_cache(maxsize=1)
+def _rows(vocab: int, width: int, seed: int) -> Tensor:
+    """E2B's take some seconds, and its two heads have the same."""
+    return torch.randn(vocab, width, generator=torch.Generator().manual_seed(seed)).mul_(width**-0.5)
 
 
 @dataclass(frozen=True)
