@@ -124,7 +124,7 @@ class World:
         self._place += accepted + 1
         self.made += int(accepted.sum()) + self._batch
         self.ended = []
-        for i in np.flatnonzero(self._place >= self._lengths[self._request]).tolist():
+        for i in (self._place >= self._lengths[self._request]).nonzero()[0].tolist():
             self.ended.append(self.ids[i])
             self._request[i], self._place[i], self.ids[i] = self._take(), 0, self._new_id()
         self._enter(min(self.made * len(self._phases) // self._budget, len(self._phases) - 1))

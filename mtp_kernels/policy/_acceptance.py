@@ -101,8 +101,9 @@ class Acceptance:
         counts = self.requests[:3, rows] * (rows >= 0) + REQUEST_WEIGHT * np.array([[1.0], [self._mean], [self._mean]])
         trials, accepted, expected = np.maximum(counts, 1e-3)
         odds = accepted * np.maximum(trials - expected, 1e-3) / (np.maximum(trials - accepted, 1e-3) * expected)
-        place = ((np.log(odds) - SHIFTS[0]) / (SHIFTS[1] - SHIFTS[0]) + 0.5).clip(0, SHIFTS.size - 1).astype(int)
-        return table[place, 1:].mean(0) - 1
+        place = (np.log(odds) - SHIFTS[0]) / (SHIFTS[1] - SHIFTS[0]) + 0.5
+        place = np.minimum(np.maximum(place, 0), SHIFTS.size - 1).astype(int)
+        return table[place, 1:].sum(0) / rows.size - 1  # clip() and mean() take longer than all else here
 
     def _current_table(self) -> Array:
         if self._table is None or self._news > RENEWED * self.tried[0]:

@@ -134,8 +134,20 @@ class _Row:
     tries: Array  # [depths]
     slow: Array  # [depths] how often in a row it was much slower than expected
     reach: int = -1  # the deepest depth measured here, or where the base came from
+    _values: Array | None = None  # as they were since the last `learn`
+
+    def learn(self, depth: int, value: float) -> None:
+        self.own[depth] = value
+        self.tries[depth] += 1
+        self.reach = max(self.reach, depth)
+        self._values = None
 
     def values(self) -> Array:
+        if self._values is None:
+            self._values = self._make_values()
+        return self._values
+
+    def _make_values(self) -> Array:
         if self.tries.all():
             return self.own
         known = np.flatnonzero(self.tries)
@@ -146,7 +158,7 @@ class _Row:
         if known.size > 1:  # what grew from one depth to the next, beyond the model, goes on growing
             last, before = known[-1], known[-2]
             slope = max(0.0, (learnt[last] - learnt[before]) / (last - before))
-            learnt += slope * (depths - last).clip(0)
+            learnt += slope * np.maximum(depths - last, 0)
         return self.base + learnt
 
 
@@ -184,9 +196,7 @@ class _Corrections:
             surprise = min(surprise, FIRST if tries == 0 else LARGEST)
         # Far faster than ever: what was known came from a slow exception.
         gain = 1.0 if surprise < -FIRST else max(1 / (tries + 1), SLOWEST)
-        row.own[depth] = known + gain * surprise
-        row.tries[depth] += 1
-        row.reach = max(row.reach, depth)
+        row.learn(depth, known + gain * surprise)
         if tries >= PATIENCE:
             self.common += DRIFT * (1 - gain) * surprise
 
