@@ -87,9 +87,15 @@ def test_fp8_head(arch: int) -> None:
     assert ("e4m3x2" in stream) == (arch >= 89)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(("rows", "k"), [(1, 1), (8, 8), (32, 1), (64, 3)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+# All on Hopper; elsewhere the dtypes take turns, so that every two of arch, rows and dtype still meet.
+WORDS = [
+    (arch, rows, k, dtype)
+    for i, arch in enumerate(ARCHITECTURES) for j, (rows, k) in enumerate([(1, 1), (8, 8), (32, 1), (64, 3)])
+    for m, dtype in enumerate([torch.bfloat16, torch.float16]) if arch == 90 or (i + j + m) % 2 == 0
+]
+
+
+@pytest.mark.parametrize(("arch", "rows", "k", "dtype"), WORDS)
 def test_fp8_words(arch: int, rows: int, k: int, dtype: torch.dtype) -> None:
     """Two elements an instruction, from shared memory in whole registers; on Hopper a tile's products in one go."""
     for vocab, hidden in DENSE:
