@@ -98,7 +98,11 @@ def _keep_types() -> None:
 def _look_at_types_once() -> None:
     """Two operands of one type, or of one shape, are what a binary operation needs; all others go the long way."""
     with_element, as_needed = tl.block_type.with_element_ty, TritonSemantic.binary_op_type_checking_impl
-    broadcast = TritonSemantic.broadcast_impl_value
+    broadcast, unwrap = TritonSemantic.broadcast_impl_value, tl.core._unwrap_if_constexpr
+    numbers: dict[Any, Any] = {}
+
+    def unwrap_if_constexpr(x: Any) -> Any:
+        return x if type(x) is tl.tensor else x.value if type(x) is tl.constexpr else unwrap(x)
 
     def with_element_ty(self: Any, scalar_ty: Any) -> Any:
         if type(scalar_ty) is not tl.dtype:
@@ -125,12 +129,32 @@ def _look_at_types_once() -> None:
         return self.tensor(self.builder.create_broadcast(value.handle, to), tl.block_type(value.type.scalar, to))
 
     def binary_op_type_checking_impl(self: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(lhs) is tl.tensor and type(rhs) is tl.tensor:
-            one, other = lhs.type.scalar, rhs.type.scalar
-            if type(one) is type(other) is tl.dtype and one.name == other.name and one.name not in ("fp16", "bf16"):
-                return self.broadcast_impl_value(lhs, rhs)
+        if type(lhs) is not tl.tensor or type(rhs) is not tl.tensor:
+            return with_number(self, lhs, rhs, *args, **kwargs)
+        one, other = lhs.type.scalar, rhs.type.scalar
+        if type(one) is type(other) is tl.dtype and one.name == other.name and one.name not in ("fp16", "bf16"):
+            return self.broadcast_impl_value(lhs, rhs)
+        if args and args[0] and one.is_ptr() and type(other) is tl.dtype and other.is_int():  # an address moved on
+            return self.broadcast_impl_value(lhs, rhs)
         return as_needed(self, lhs, rhs, *args, **kwargs)
 
+    def with_number(self: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Of a tensor and a number that leaves its type as it is, the number as a tensor is that of an equal call."""
+        tensor, number, first = (lhs, rhs, True) if type(lhs) is tl.tensor else (rhs, lhs, False)
+        if type(tensor) is not tl.tensor or not (type(number) is int or (type(number) is float and number != 0.0)):
+            return as_needed(self, lhs, rhs, *args, **kwargs)
+        scalar, shape = tensor.type.scalar, tuple(tensor.type.shape.values) if tensor.type.is_block() else ()
+        key = scalar.name, number, type(number), first, shape, args, *kwargs.items()
+        if key in numbers:
+            return (tensor, numbers[key]) if first else (numbers[key], tensor)
+        pair = as_needed(self, lhs, rhs, *args, **kwargs)
+        made = pair[first]
+        if pair[not first] is tensor and made.handle.data.nbytes <= 4096 and len(numbers) < 10000:
+            made.handle.data.setflags(write=False)
+            numbers[key] = made
+        return pair
+
+    tl.core._unwrap_if_constexpr = unwrap_if_constexpr
     tl.block_type.with_element_ty = with_element_ty
     TritonSemantic.broadcast_impl_value = broadcast_impl_value
     TritonSemantic.binary_op_type_checking_impl = binary_op_type_checking_impl
