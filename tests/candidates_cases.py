@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,6 @@ def head_problem(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(what is given, the outputs) of mtp_cuda::candidates."""
     generator = torch.Generator(device).manual_seed(3)
-    vocab = CENTROIDS * SIZE
     scores = torch.randn(rows, CENTROIDS, generator=generator, device=device)
     if kind == "ties":
         scores = scores.mul(4).round().div(4)
@@ -28,11 +29,11 @@ def head_problem(
     given = {
         "scores": scores,
         "normed": torch.randn(rows, HIDDEN, generator=generator, device=device).bfloat16(),
-        "token_ordering": torch.randperm(vocab, generator=generator, device=device).to(index),
-        "lm_head": torch.randn(vocab, HIDDEN, generator=generator, device=device).bfloat16(),
+        "token_ordering": torch.randperm(CENTROIDS * SIZE, generator=generator, device=device).to(index),
+        "lm_head": lm_head(device),
     }
     if kind == "ties":
-        given["lm_head"][1::2] = given["lm_head"][::2]  # equal logits too
+        given["lm_head"] = given["lm_head"][::2].repeat_interleave(2, 0)  # equal logits too
     out = {
         "part_values": torch.full((rows, PARTS, 1), torch.nan, device=device),
         "part_orders": torch.full((rows, PARTS, 1), -1, device=device),
@@ -40,6 +41,12 @@ def head_problem(
         "part_sum": torch.full((rows, PARTS), torch.nan, device=device),
     }
     return given, out
+
+
+@functools.cache
+def lm_head(device: str) -> Tensor:
+    generator = torch.Generator(device).manual_seed(4)
+    return torch.randn(CENTROIDS * SIZE, HIDDEN, generator=generator, device=device).bfloat16()
 
 
 def check_parts(kind: str, given: dict[str, Tensor], out: dict[str, Tensor], ordered: bool) -> None:

@@ -3,7 +3,7 @@
 // late as it may: when it is waited for.
 #pragma once
 
-#include <ucontext.h>
+#include <setjmp.h>
 
 #include <algorithm>
 #include <cmath>
@@ -75,11 +75,13 @@ inline unsigned char* shared = nullptr;
 inline Warp warps[kMostThreads / 32];
 inline Barrier all{0};                                       // the threads of the launch
 inline std::vector<std::vector<Copy>> copies[kMostThreads];  // groups, the last of which is open
-inline ucontext_t scheduler, contexts[kMostThreads];
+inline jmp_buf scheduler, stopped[kMostThreads];
 
-inline void stop() {
-  const int me = thread.x;
-  swapcontext(&contexts[me], &scheduler);
+// Not swapcontext, which asks the kernel for the signals each time.
+[[gnu::noinline]] inline void stop() {
+  if (_setjmp(stopped[thread.x]) == 0) {
+    _longjmp(scheduler, 1);
+  }
 }
 
 inline void wait(Barrier& barrier) {
@@ -95,16 +97,28 @@ inline void wait(Barrier& barrier) {
 
 inline Warp& warp() { return warps[thread.x / 32]; }
 
-// Hands values to the lanes of the warp; returns where they lie once all are there.
-inline const uint64_t (*exchange(uint64_t one, uint64_t two = 0, uint64_t three = 0))[4] {
-  auto* values = warp().values[warp().barrier.turn & 1];
+using Values = uint64_t (&)[32][4];  // of each lane
+
+inline void hand_over(Values) {}
+
+// An instruction of a warp: takes a lane's values, and returns where all lie once they are there. The lane that comes
+// last does what is done for all: `for_all` gets the values and leaves results there.
+[[gnu::noinline]] inline Values instruction(void (*for_all)(Values), uint64_t one, uint64_t two = 0,
+                                            uint64_t three = 0) {
+  Barrier& barrier = warp().barrier;
+  Values values = warp().values[barrier.turn & 1];
   uint64_t* mine = values[thread.x % 32];
   mine[0] = one;
   mine[1] = two;
   mine[2] = three;
-  wait(warp().barrier);
+  if (barrier.arrived + 1 == barrier.members) {
+    for_all(values);
+  }
+  wait(barrier);
   return values;
 }
+
+inline Values exchange(uint64_t one) { return instruction(hand_over, one); }
 
 template <class T>
 T from_lane(T value, int lane) {
@@ -142,7 +156,7 @@ T __shfl_up_sync(uint32_t, T value, int by) {
   return emulated::from_lane(value, lane >= by ? lane - by : lane);
 }
 inline uint32_t __ballot_sync(uint32_t, bool is) {
-  const auto* values = emulated::exchange(is ? 1 : 0);
+  const auto& values = emulated::exchange(is ? 1 : 0);
   uint32_t found = 0;
   for (int lane = 0; lane < 32; ++lane) {
     found |= static_cast<uint32_t>(values[lane][0]) << lane;
@@ -150,7 +164,7 @@ inline uint32_t __ballot_sync(uint32_t, bool is) {
   return found;
 }
 inline uint32_t __reduce_min_sync(uint32_t, uint32_t value) {
-  const auto* values = emulated::exchange(value);
+  const auto& values = emulated::exchange(value);
   for (int lane = 0; lane < 32; ++lane) {
     value = std::min(value, static_cast<uint32_t>(values[lane][0]));
   }
@@ -223,36 +237,60 @@ void wait_for_copies() {
   }
 }
 
-inline void load_tiles(uint32_t (&a)[4], uint32_t at, bool turned) {
-  const auto* rows = emulated::exchange(at);
-  const int lane = threadIdx.x % 32;
-  for (int matrix = 0; matrix < 4; ++matrix) {
-    uint16_t pair[2];
-    for (int i = 0; i < 2; ++i) {
-      const int row = turned ? lane % 4 * 2 + i : lane / 4, column = turned ? lane / 4 : lane % 4 * 2 + i;
-      std::memcpy(&pair[i], emulated::shared + rows[matrix * 8 + row][0] + column * 2, 2);
-    }
-    a[matrix] = static_cast<uint32_t>(pair[1]) << 16 | pair[0];
+// ldmatrix: four matrices of 8 rows, whose places lanes have.
+template <bool kTurned>
+[[gnu::noinline]] void load_for_all(emulated::Values values) {
+  const unsigned char* rows[32];
+  for (int lane = 0; lane < 32; ++lane) {
+    rows[lane] = emulated::shared + values[lane][0];
   }
-  __syncwarp();
+  for (int lane = 0; lane < 32; ++lane) {
+    for (int matrix = 0; matrix < 4; ++matrix) {
+      uint16_t pair[2];
+      for (int i = 0; i < 2; ++i) {
+        const int row = kTurned ? lane % 4 * 2 + i : lane / 4, column = kTurned ? lane / 4 : lane % 4 * 2 + i;
+        std::memcpy(&pair[i], rows[matrix * 8 + row] + column * 2, 2);
+      }
+      values[lane][matrix] = static_cast<uint32_t>(pair[1]) << 16 | pair[0];
+    }
+  }
 }
-inline void load_matrices(uint32_t (&a)[4], uint32_t at) { load_tiles(a, at, false); }
-inline void load_turned(uint32_t (&a)[4], uint32_t at) { load_tiles(a, at, true); }
+inline void load_matrices(uint32_t (&a)[4], uint32_t at) {
+  std::copy_n(emulated::instruction(load_for_all<false>, at)[threadIdx.x % 32], 4, a);
+}
+inline void load_turned(uint32_t (&a)[4], uint32_t at) {
+  std::copy_n(emulated::instruction(load_for_all<true>, at)[threadIdx.x % 32], 4, a);
+}
 
 // mma.m16n8k16, its operands dealt to lanes as PTX says.
+[[gnu::noinline]] inline void multiply_for_all(emulated::Values values) {
+  float a[16][16], b[16][8], sums[16][8] = {};  // by row and k; by k and column; by row and column
+  for (int lane = 0; lane < 32; ++lane) {
+    for (int i = 0; i < 4; ++i) {
+      const int k = lane % 4 * 2 + i % 2 + i / 2 * 8;
+      a[lane / 4][k] = emulated::bf16_of(values[lane][i / 2], i % 2);
+      a[lane / 4 + 8][k] = emulated::bf16_of(values[lane][i / 2], 2 + i % 2);
+      b[k][lane / 4] = emulated::bf16_of(values[lane][2], i);
+    }
+  }
+  for (int row = 0; row < 16; ++row) {
+    for (int k = 0; k < 16; ++k) {
+      for (int column = 0; column < 8; ++column) {
+        sums[row][column] += a[row][k] * b[k][column];
+      }
+    }
+  }
+  for (int lane = 0; lane < 32; ++lane) {
+    for (int c = 0; c < 4; ++c) {
+      values[lane][c] = __float_as_uint(sums[lane / 4 + c / 2 * 8][lane % 4 * 2 + c % 2]);
+    }
+  }
+}
 inline void multiply(float (&y)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
   const auto pair = [](uint32_t one, uint32_t two) { return static_cast<uint64_t>(two) << 32 | one; };
-  const auto* values = emulated::exchange(pair(a0, a1), pair(a2, a3), pair(b0, b1));
-  const int lane = threadIdx.x % 32;
+  const auto& sums = emulated::instruction(multiply_for_all, pair(a0, a1), pair(a2, a3), pair(b0, b1));
   for (int c = 0; c < 4; ++c) {
-    const int row = lane / 4 + c / 2 * 8, column = lane % 4 * 2 + c % 2;
-    float sum = 0.0f;
-    for (int k = 0; k < 16; ++k) {
-      const uint64_t a = values[row % 8 * 4 + k % 8 / 2][k / 8] >> (row / 8 * 32);
-      const uint64_t b = values[column * 4 + k % 8 / 2][2] >> (k / 8 * 32);
-      sum += emulated::bf16_of(a, k % 2) * emulated::bf16_of(b, k % 2);
-    }
-    y[c] += sum;
+    y[c] += __uint_as_float(static_cast<uint32_t>(sums[threadIdx.x % 32][c]));
   }
 }
 
