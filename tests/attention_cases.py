@@ -116,7 +116,7 @@ def naive(
     rope_inv_freq: Tensor | None = None,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """The formula in `dtype` throughout, request by request and key by key."""
+    """The formula in `dtype` throughout, request by request."""
     x = q.to(dtype)
     if q_norm_weight is not None:
         x = F.rms_norm(x, (x.size(-1),), q_norm_weight.to(dtype), q_norm_eps)
@@ -130,8 +130,9 @@ def naive(
         table = block_table[b] if kv_indptr is None else block_table[begin:]
         if n == first:
             continue
-        places = [(int(table[key // page_size]), key % page_size) for key in range(first, n)]
-        k, v = (torch.stack([cache[page, slot].to(dtype) for page, slot in places]) for cache in (k_cache, v_cache))
+        keys = torch.arange(first, n, device=q.device)
+        pages, slots = table[keys // page_size].long(), keys % page_size
+        k, v = (cache[pages, slots].to(dtype) for cache in (k_cache, v_cache))
         k = k if k_scale is None else k * k_scale.to(dtype).view(-1, 1)
         v = v if v_scale is None else v * v_scale.to(dtype).view(-1, 1)
         k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))  # [keys, num_qo_heads, head_dim]
@@ -143,16 +144,16 @@ def naive(
 
 
 def turn(x: Tensor, positions: Tensor, freqs: Tensor, sine_dtype: torch.dtype | None = None) -> Tensor:
-    """RoPE pair by pair; the angle is the fp32 product (see the reference), its sine fp64 for fp64."""
-    half = x.size(-1) // 2
+    """RoPE; the angle is the fp32 product (see the reference), its sine fp64 for fp64."""
+    half, pairs = x.size(-1) // 2, freqs.numel()
     y = x.clone()
     positions = positions if positions.dim() == 2 else positions.unsqueeze(1)
-    for i, freq in enumerate(freqs):
-        angle = (positions.float() * freq).unsqueeze(2)  # [batch, rows or 1, 1]
-        angle = angle.double() if x.dtype == torch.float64 else angle
-        cos, sin = (t.to(sine_dtype or x.dtype).to(x.dtype) for t in (angle.cos(), angle.sin()))
-        y[..., i] = x[..., i] * cos - x[..., i + half] * sin
-        y[..., i + half] = x[..., i + half] * cos + x[..., i] * sin
+    angle = (positions.float().unsqueeze(2) * freqs).unsqueeze(2)  # [batch, rows or 1, 1, pairs]
+    angle = angle.double() if x.dtype == torch.float64 else angle
+    cos, sin = (t.to(sine_dtype or x.dtype).to(x.dtype) for t in (angle.cos(), angle.sin()))
+    one, two = x[..., :pairs], x[..., half : half + pairs]
+    y[..., :pairs] = one * cos - two * sin
+    y[..., half : half + pairs] = two * cos + one * sin
     return y
 
 
