@@ -155,11 +155,13 @@ class AppendedRows:
 
     def __init__(self, cache: PagedCache, requests: Sequence[int], counts: Sequence[int]) -> None:
         self._cache = cache
-        self._counts = list(counts)
         committed = [cache.lengths[r] for r in requests]
         self.total = max((n + m for n, m in zip(committed, counts)), default=0)  # columns of the gathered keys
         start = torch.tensor(committed, device=cache.device).unsqueeze(1)
-        end = start + torch.tensor(self._counts, device=cache.device).unsqueeze(1)
+        num_new = torch.tensor(counts).unsqueeze(1)
+        end = start + num_new.to(cache.device)
+        given = torch.arange(max(counts, default=0)) < num_new  # [batch, most new rows]
+        self._given = given.nonzero().to(cache.device).unbind(1)  # of each new row, its request and its place there
         row = torch.arange(self.total, device=cache.device)
         self._used = row < end  # [batch, total]
         new = self._used & (row >= start)
@@ -179,8 +181,7 @@ class AppendedRows:
         layer_type = self._cache.layer_types[layer]
         gathered = []
         for cache, new in zip(self._cache.flat(layer, k, v), (k, v)):
-            rows = [new[b, :, :count].transpose(0, 1) for b, count in enumerate(self._counts)]
-            cache[self._new[layer_type]] = torch.cat(rows)  # [rows, num_kv_heads, head_dim]
+            cache[self._new[layer_type]] = new.transpose(1, 2)[self._given]  # [rows, num_kv_heads, head_dim]
             seen = cache[self._all[layer_type]].masked_fill(~self._used[:, :, None, None], 0.0)
             gathered.append(seen.transpose(1, 2))
         return gathered[0], gathered[1]
