@@ -52,7 +52,7 @@ def draws(shape: str, count: int, seed: int, **sampling: Any) -> tuple[Tensor, f
     ],
 )
 def test_distribution_is_the_targets(shape: str, sampling: dict[str, Any]) -> None:
-    tokens, accepted = draws(shape, 20_000, 10_000_000, **sampling)
+    tokens, accepted = draws(shape, 10_000, 10_000_000, **sampling)
     assert accepted > 0.2  # the rule is put to use
     assert min(p_values(tokens, exact("dense", **sampling))) > 1e-3
 
