@@ -63,7 +63,7 @@ def result(case: Case, candidate: str = "mtp", us: float | None = 10.0, **change
 
 
 def full_record(models: Sequence[str] = MODELS) -> Record:
-    """Five models at five points, every level; FlashInfer lacks some sizes, one vLLM result is wrong."""
+    """These models at five points, every level; FlashInfer lacks some sizes, one vLLM result is wrong."""
     record, noise = Record(run()), random.Random(0)
     for model in models:
         number = MODELS.index(model)
