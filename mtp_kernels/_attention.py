@@ -1,7 +1,7 @@
-"""draft_attention by CUDA's kernel for heads of 256 or 512 elements (csrc/cuda/attend.cu) where that serves, else by
-Triton's.
+"""draft_attention by CUDA's kernels for heads of 256 or 512 elements (csrc/cuda/attend.cu, and frontier.cu for the many
+queries of a tree's frontier) where they serve, else by Triton's.
 
-Its blocks live as long as the launch and share what there is to read; Triton's merge follows it, or a segment.
+Their blocks live as long as the launch and share what there is to read; Triton's merge follows, or a segment.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ from .triton_ops import draft_attention as triton_attention
 from .triton_ops._launch import Launch, count_sms
 from .triton_ops._launch import capability as capability_of
 
-# Rows times query heads of a KV head, from and to, by head_dim. Of 8 and head_dim 512 (26B-A4B, 31B) the kernel was no
+# Rows times query heads of a KV head, from and to, by head_dim: of attend.cu, and of frontier.cu, which is Hopper's. Of 8
+# and head_dim 512 (26B-A4B, 31B) the kernel was no
 # faster than Triton's: microseconds on an H200, 8 x 8192 and 64 x 4096, of 31B 131.4 and 529, Triton 132.7 and 507.
 QUERIES = {256: ((1, 8),), 512: ((1, 4), (9, 16))}
+FRONTIER = {256: (), 512: ((17, 64),)}
 # Of head_dim 256. Microseconds of a step of E4B (2 KV heads) on an H200 by this kernel and by Triton's: 1 x 8192 68.9
 # and 66.1, 8 x 8192 144.2 and 141.0, 64 x 4096 435.9 and 444.0; of 31B (16) 64 x 4096 1631 and 1674, 1 x 1024 303.4 and
 # 303.0.
 LEAST_KV_HEADS = 4
 START = 32  # keys of heads of 512 that an SM reads while a block starts
 SERVED = (90, 100, 103)  # compute capabilities * 10, with 227 KB of shared memory a block
+HOPPER = 90
 MOST_PLACES = 2**32 - 1  # of 8 elements in a cache: the last number stands for none
 
 
@@ -52,8 +55,9 @@ def refuses(
         return f"head_dim {q.size(3)} is neither of {', '.join(map(str, QUERIES))}"
     if any(t.dtype != torch.bfloat16 for t in (q, k_cache, v_cache)):
         return "q and caches are not bf16"
-    if not any(first <= queries <= last for first, last in QUERIES[q.size(3)]):
-        ranges = " or ".join(f"{first} to {last}" for first, last in QUERIES[q.size(3)])
+    served = (*QUERIES[q.size(3)], *(FRONTIER[q.size(3)] if found == HOPPER else ()))
+    if not any(first <= queries <= last for first, last in served):
+        ranges = " or ".join(f"{first} to {last}" for first, last in served)
         return f"{queries} queries of a KV head are not {ranges}"
     if q.size(3) == 256 and k_cache.size(2) < LEAST_KV_HEADS:
         return f"{k_cache.size(2)} KV heads of 256 elements are fewer than {LEAST_KV_HEADS}"
@@ -141,7 +145,10 @@ def config(head_dim: int, rows: int, num_qo_heads: int, num_kv_heads: int, capab
     252.3 with two.
     """
     c = triton_attention.config(head_dim, rows, num_qo_heads, num_kv_heads, torch.bfloat16, torch.bfloat16, capability)
-    few = rows * (num_qo_heads // num_kv_heads) <= 8
+    queries = rows * (num_qo_heads // num_kv_heads)
+    if queries > 16:
+        return replace(c, block_n=128, chunk_weight=4.0, fold=4 if queries <= 32 else 8, max_chunks=128, an_sm=1)
+    few = queries <= 8
     if few and num_kv_heads == 1:
         fold, max_chunks = 4, 256
     else:
@@ -158,7 +165,12 @@ def spread(blocks: int, chunks: int, keys: int, queries: int, sms: int, fold: in
     parts beside keys. Microseconds on an H200, 12B's full layer, 64 x 4096: 143.2 in two folds a part, 146.0 in one.
     """
     found = []
-    for way in (1, *[fold] * (chunks > 1), *[2 * fold] * (chunks > fold and queries > 8)):
+    ways = [1]
+    if chunks > 1 and queries <= 32:
+        ways.append(fold)
+    if chunks > fold and 8 < queries <= 16:
+        ways.append(2 * fold)
+    for way in ways:
         chunks_a_part = min(way, chunks)
         each = -(-blocks * -(-chunks // chunks_a_part) // sms)
         # A part is written and read in fp32, 4 bytes an element of a query; a key has two vectors of 2 bytes.

@@ -10,11 +10,13 @@ from attention_cases import OP, options, problem
 from mtp_kernels import _attention
 from mtp_kernels.ops import OPS
 
-# head_dim, rows, query heads and KV heads: of the checkpoints, trees, and others; tiles of 8 queries and of 16.
+# head_dim, rows, query heads and KV heads: of the checkpoints, trees, and others; tiles of 8 queries and of 16. And of
+# 64, for Hopper.
 HEADS = [
     (512, 1, 4, 2), (256, 1, 8, 4), (512, 1, 4, 1), (512, 1, 16, 1), (256, 4, 8, 4), (512, 2, 4, 2), (512, 3, 4, 4),
     (512, 4, 4, 1), (256, 3, 4, 4), (512, 1, 6, 2), (512, 5, 2, 1), (256, 1, 28, 4), (512, 2, 10, 2), (512, 3, 3, 1),
 ]
+FRONTIERS = [(512, 4, 32, 4), (512, 4, 16, 1), (512, 9, 4, 2), (512, 1, 17, 1), (512, 64, 2, 2), (512, 2, 60, 2)]
 LENGTHS = [[1], [33, 0, 64], [513, 1, 300], [*[40] * 5, *[0] * 30, 200, 7]]
 OPTIONS: list[dict[str, Any]] = [
     {"page_size": 7, "window_left": 99, "layout": "HND"},
@@ -28,8 +30,15 @@ OPTIONS: list[dict[str, Any]] = [
 def ways(heads: tuple[int, int, int, int]) -> dict[str, int]:
     """Chunks of a part, by what it is."""
     fold, (_, rows, query_heads, kv_heads) = _attention.config(*heads, 90).fold, heads
-    found = {"chunks": 1, "folds": fold, "two folds": 2 * fold}
-    return found if rows * (query_heads // kv_heads) > 8 else dict(list(found.items())[:2])
+    found, queries = {"chunks": 1, "folds": fold, "two folds": 2 * fold}, rows * (query_heads // kv_heads)
+    most = 1 if queries > 32 else 3 if 8 < queries <= 16 else 2
+    return dict(list(found.items())[:most])
+
+
+def heads_here() -> list[tuple[int, int, int, int]]:
+    """What this GPU's kernels serve."""
+    hopper = torch.cuda.is_available() and _attention.capability_of(torch.device("cuda")) == _attention.HOPPER
+    return [*HEADS, *FRONTIERS] if hopper else HEADS
 
 
 def absent() -> str:

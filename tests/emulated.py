@@ -14,7 +14,7 @@ CUDA = HERE.parent / "csrc" / "cuda"
 
 def compiled(name: str, folder: Path) -> ctypes.CDLL:
     """The library of emulation/<name>.cpp, made in an empty folder."""
-    for path in (*(p for p in CUDA.glob("*.h") if p.name != "device.h"), *(HERE / "emulation").iterdir()):
+    for path in (*CUDA.glob("*.h"), *(HERE / "emulation").iterdir()):  # the latter stand in for some of the former
         shutil.copy(path, folder)
     library = folder / f"{name}.so"
     compiler = os.environ.get("CXX", "c++")

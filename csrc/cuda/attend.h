@@ -1,15 +1,19 @@
-// Attention of few draft queries over many keys of 256 or 512 elements, on Hopper and Blackwell: see attend_kernel.h.
+// Attention of few draft queries over many keys of 256 or 512 elements: see attend_kernel.h, on Hopper and Blackwell, and
+// frontier_kernel.h, on Hopper.
 #pragma once
 
 #include <cstdint>
 
 namespace mtp::cuda {
 
-// Queries of a KV head, rows times heads, that are served.
+// Queries of a KV head, rows times heads, that are served: by attend_kernel.h,
 constexpr bool attends(int head_dim, int64_t queries) {
   return (head_dim == 256 && queries >= 1 && queries <= 8) ||
          (head_dim == 512 && ((queries >= 1 && queries <= 4) || (queries >= 9 && queries <= 16)));
 }
+
+// and by frontier_kernel.h.
+constexpr bool is_frontier(int head_dim, int64_t queries) { return head_dim == 512 && queries >= 17 && queries <= 64; }
 
 // What triton_ops/_attention_kernels.py's `attend` takes, and leaves in `partial` and `stats`.
 struct Attend {
@@ -45,5 +49,6 @@ struct Attend {
 
 // 0, or the code of a CUDA error. `early`: may start before the kernel in front of it has ended.
 int launch_attend(const Attend& attend, int blocks, bool early, void* stream);
+int launch_frontier(const Attend& attend, int blocks, bool early, void* stream);
 
 }  // namespace mtp::cuda

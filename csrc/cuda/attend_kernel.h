@@ -24,7 +24,6 @@ namespace mtp::cuda {
 namespace {
 
 constexpr int kSteps = kAttendDepth / 16;
-constexpr float kLog2E = 1.4426950408889634f;
 
 template <class S>
 struct AttendShared {
@@ -38,6 +37,8 @@ struct AttendShared {
     bf16 q[S::kQueries][S::kDim + 8];
     float folds[S::kFoldsInShared > 0 ? S::kFoldsInShared : 1][S::kDim + 4];
   };
+
+  __device__ __forceinline__ bf16* query(int query, int column) { return &q[query][column]; }
 };
 
 enum class Part { kChunk, kFold, kTwoFolds };

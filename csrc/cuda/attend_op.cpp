@@ -37,8 +37,9 @@ void attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor
   const int64_t batch = q.size(0), rows = q.size(1), num_heads = q.size(2);
   const int64_t pages = k_cache.size(0), page_size = k_cache.size(1), kv_heads = k_cache.size(2);
   const int64_t queries = kv_heads > 0 ? rows * (num_heads / kv_heads) : 0;
+  const bool frontier = is_frontier(static_cast<int>(head_dim), queries);
   STD_TORCH_CHECK(kv_heads > 0 && num_heads % kv_heads == 0 && head_dim <= 512 &&
-                      attends(static_cast<int>(head_dim), queries) && batch > 0 &&
+                      (attends(static_cast<int>(head_dim), queries) || frontier) && batch > 0 &&
                       batch * rows * num_heads < kMostInt && pages > 0 && pages < kMostInt && page_size > 0 &&
                       page_size < kMostInt && v_cache.size(0) == pages && v_cache.size(1) == page_size &&
                       v_cache.size(2) == kv_heads,
@@ -101,7 +102,9 @@ void attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor
   STD_TORCH_CHECK(blocks % kv_heads == 0 && bound > 0 && bound <= kMostInt && chunks_a_part >= 1 &&
                       chunks_a_part <= 64 && max_chunks >= 1 && max_chunks <= 65536 && blocks >= 1 && blocks < kMostInt,
                   "attend: chunks that are not served");
-  STD_TORCH_CHECK(folds_a_part == 1 || (folds_a_part == 2 && chunks_a_part % 2 == 0 && head_dim == 512 && queries > 8),
+  STD_TORCH_CHECK(frontier ? folds_a_part == 1 && (chunks_a_part == 1 || queries <= 32)
+                           : folds_a_part == 1 || (folds_a_part == 2 && chunks_a_part % 2 == 0 && head_dim == 512 &&
+                                                   queries > 8),
                   "attend: folds that are not served");
   a.bound = static_cast<int>(bound);
   a.chunk_weight = static_cast<float>(chunk_weight);
@@ -121,7 +124,8 @@ void attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor
 
   const int device = q.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const int error = launch_attend(a, static_cast<int>(blocks), early, current_stream(device));
+  const auto launch = frontier ? launch_frontier : launch_attend;
+  const int error = launch(a, static_cast<int>(blocks), early, current_stream(device));
   STD_TORCH_CHECK(error == 0, "attend: ", cudaGetErrorString(static_cast<cudaError_t>(error)));
 }
 

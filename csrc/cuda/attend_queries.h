@@ -65,6 +65,73 @@ struct Elements {
   }
 };
 
+// The norm's weight, a lane's share of both halves; nothing where there is no norm.
+template <int kCount>
+__device__ __forceinline__ void load_norm(const Attend& a, Elements<kCount> (&norm)[2]) {
+  if (a.norm != nullptr) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      norm[half].load(static_cast<const bf16*>(a.norm) + half * (32 * kCount) + threadIdx.x % 32 * kCount);
+    }
+  }
+}
+
+// A query, a lane's share of both halves, normed, and turned by `turn` of each of a lane's pairs, into shared memory.
+template <class S, int kCount, class Turn, class Shared>
+__device__ __forceinline__ void leave_query(const Attend& a, const Elements<kCount> (&found)[2],
+                                            const Elements<kCount> (&norm)[2], Turn turn, int query, Shared& shared) {
+  float x[2][kCount];
+  float squares = 0.0f;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      x[half][i] = found[half][i];
+      squares = __fmaf_rn(x[half][i], x[half][i], squares);
+    }
+  }
+  if (a.norm != nullptr) {
+    const float factor = __frcp_rn(__fsqrt_rn(warp_sum(squares) * (1.0f / S::kDim) + a.eps));
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        x[half][i] = x[half][i] * factor * norm[half][i];
+      }
+    }
+  }
+  if (a.freq != nullptr) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float2 by = turn(i);
+      const float one = x[0][i], two = x[1][i];
+      x[0][i] = __fmaf_rn(one, by.y, -(two * by.x));
+      x[1][i] = __fmaf_rn(two, by.y, one * by.x);
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    Elements<kCount> left;
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      left.words[i] = pack(x[half][2 * i], x[half][2 * i + 1]);
+    }
+    left.store(shared.query(query, half * (32 * kCount) + threadIdx.x % 32 * kCount));
+  }
+}
+
+// Zeros from that query on.
+template <class S, int kCount, class Shared>
+__device__ __forceinline__ void leave_no_queries(int first, Shared& shared) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll 1
+  for (int query = first + warp; query < S::kQueries; query += S::kWarps) {
+    const Elements<kCount> none = {};
+    none.store(shared.query(query, lane * kCount));
+    none.store(shared.query(query, 32 * kCount + lane * kCount));
+  }
+}
+
 // The queries of a request and a KV head, normed and turned, into shared memory; zeros where there is none. All that is
 // in global memory of a row is asked for before the first of it is waited for. `waits` for the kernels in front.
 template <class S, class Shared>
@@ -73,12 +140,7 @@ __device__ __forceinline__ void load_queries(const Attend& a, int b, int head, b
   constexpr int kEach = S::kQueries / S::kWarps;  // queries of a warp
   constexpr int kHalf = S::kDim / 2, kCount = kHalf / 32;
   Elements<kCount> norm[2] = {};
-  if (a.norm != nullptr) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      norm[half].load(static_cast<const bf16*>(a.norm) + half * kHalf + lane * kCount);
-    }
-  }
+  load_norm(a, norm);
 #pragma unroll 1
   for (int row = 0; row < a.rows; ++row) {
     Elements<kCount> found[kEach][2];
@@ -98,11 +160,11 @@ __device__ __forceinline__ void load_queries(const Attend& a, int b, int head, b
     if (!late) {
       load();
     }
-    __syncthreads();  // what was there before is read until here
+    S::sync();  // what was there before is read until here
     if (a.freq != nullptr) {
       make_turns<S>(a, b, row, shared);
     }
-    __syncthreads();
+    S::sync();
     if (late) {
       wait_for_others();
       load();
@@ -113,53 +175,12 @@ __device__ __forceinline__ void load_queries(const Attend& a, int b, int head, b
       if (member >= a.group) {
         break;
       }
-      float x[2][kCount];
-      float squares = 0.0f;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-          x[half][i] = found[j][half][i];
-          squares = __fmaf_rn(x[half][i], x[half][i], squares);
-        }
-      }
-      if (a.norm != nullptr) {
-        const float factor = __frcp_rn(__fsqrt_rn(warp_sum(squares) * (1.0f / S::kDim) + a.eps));
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-#pragma unroll
-          for (int i = 0; i < kCount; ++i) {
-            x[half][i] = x[half][i] * factor * norm[half][i];
-          }
-        }
-      }
-      if (a.freq != nullptr) {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-          const float2 turn = shared.turns[lane * kCount + i];
-          const float one = x[0][i], two = x[1][i];
-          x[0][i] = __fmaf_rn(one, turn.y, -(two * turn.x));
-          x[1][i] = __fmaf_rn(two, turn.y, one * turn.x);
-        }
-      }
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        Elements<kCount> left;
-#pragma unroll
-        for (int i = 0; i < kCount / 2; ++i) {
-          left.words[i] = pack(x[half][2 * i], x[half][2 * i + 1]);
-        }
-        left.store(&shared.q[row * a.group + member][half * kHalf + lane * kCount]);
-      }
+      const auto turn = [&](int i) { return shared.turns[lane * kCount + i]; };
+      leave_query<S>(a, found[j], norm, turn, row * a.group + member, shared);
     }
   }
-#pragma unroll 1
-  for (int query = a.rows * a.group + warp; query < S::kQueries; query += S::kWarps) {
-    const Elements<kCount> none = {};
-    none.store(&shared.q[query][lane * kCount]);
-    none.store(&shared.q[query][kHalf + lane * kCount]);
-  }
-  __syncthreads();
+  leave_no_queries<S, kCount>(a.rows * a.group, shared);
+  S::sync();
 }
 
 }  // namespace

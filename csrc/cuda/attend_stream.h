@@ -12,8 +12,6 @@ constexpr int kRing = 3;        // shares of K and V that a warp has on the way,
 constexpr int kUnitsAhead = 4;  // that a warp has to know: it asks for keys of the last while it reads the first's
 static_assert(kRing % 2 == 1, "values are pushed when keys have been read");
 
-constexpr uint32_t kNowhere = 0xffffffff;  // of a key that nobody sees, whose copy is zeros: no cache has one there
-
 // A warp's shares of the block's tiles on their way: K of a tile, its V, K of the next one. Nothing is before the first
 // tile but a share of values that are not there, behind which the first unit is looked for.
 template <class S>

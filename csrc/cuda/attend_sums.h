@@ -104,26 +104,28 @@ __device__ __forceinline__ void fold_in(Fold<S, Averages>& into, const More& mor
   }
 }
 
+// Which line of `partial` and `stats` a query's part is.
+__device__ __forceinline__ int64_t line_of(const Attend& a, int head, const Unit& unit, int query) {
+  const int64_t row = static_cast<int64_t>(unit.b) * a.rows + row_of(a, query);
+  const int member = query - row_of(a, query) * a.group;
+  return (row * (a.kv_heads * a.group) + head * a.group + member) * a.parts + unit.part;
+}
+
 // A part to where the merge finds it.
 template <class S, class Part>
 __device__ __forceinline__ void leave(const Attend& a, int head, const Unit& unit, Part& part) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const auto line_of = [&](int query) {
-    const int64_t row = static_cast<int64_t>(unit.b) * a.rows + row_of(a, query);
-    const int member = query - row_of(a, query) * a.group;
-    return (row * (a.kv_heads * a.group) + head * a.group + member) * a.parts + unit.part;
-  };
 #pragma unroll
   for (int t = 0; t < S::kTiles; ++t) {
     const int own = t * 8 + lane / 4;
     if (warp == 0 && lane % 4 == 0 && own < a.rows * a.group) {
-      *reinterpret_cast<float2*>(a.stats + line_of(own) * 2) = make_float2(part.top[t], part.total[t]);
+      *reinterpret_cast<float2*>(a.stats + line_of(a, head, unit, own) * 2) = make_float2(part.top[t], part.total[t]);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int query = t * 8 + lane % 4 * 2 + i;
       if (query < a.rows * a.group) {
-        float* at = a.partial + line_of(query) * S::kDim;
+        float* at = a.partial + line_of(a, head, unit, query) * S::kDim;
 #pragma unroll
         for (int slab = 0; slab < S::kSlabs; ++slab) {
           store_for_next(at + column_of<S>(slab, 0), part.y.at(t, slab, i));

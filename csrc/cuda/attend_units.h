@@ -9,6 +9,9 @@ namespace mtp::cuda {
 namespace {
 
 constexpr int kAttendDepth = 256;  // columns of a key, a warp's
+constexpr float kLog2E = 1.4426950408889634f;
+
+constexpr uint32_t kNowhere = 0xffffffff;  // of a key that nobody sees, whose copy is zeros: no cache has one there
 
 // How a block's warps share a tile. Of keys each has 16, and of their depth 256 columns; of values all keys, and some
 // of the columns. kTiles: of 8 queries.
@@ -18,12 +21,15 @@ struct Shape {
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kDepths = kDim / kAttendDepth;  // that share the depth of a key,
   static constexpr int kSixteens = kWarps / kDepths;   // and that share the keys
-  static constexpr int kKeys = 16 * kSixteens;         // of a tile
+  static constexpr int kKeys = 16 * kSixteens;         // of a tile,
+  static constexpr int kMultiple = kKeys;              // of which a chunk has whole ones
   static constexpr int kColumns = kDim / kWarps;       // of values, a warp's
   static constexpr int kSlabs = kColumns / 16;
   static constexpr int kQueries = 8 * kTiles;
   // Folds of few queries lie where these were, which are in registers then: those would not hold both.
   static constexpr int kFoldsInShared = kDim == 512 && kTiles == 1 ? 4 : 0;
+
+  static __device__ __forceinline__ void sync() { __syncthreads(); }
 };
 
 __device__ __forceinline__ int64_t load_index(const void* at, bool is_int64, int64_t i) {
@@ -61,7 +67,7 @@ __device__ __forceinline__ Visible visible_of(const Attend& a, int b) {
   const auto length = static_cast<int>(min(max(load_index(a.lengths, a.lengths_are_int64, b), int64_t{0}), capacity));
   found.keys = min(length, a.bound);
   found.first = length - found.keys;
-  found.chunk = keys_of_chunk(found.keys, a.chunk_weight, a.log2_max_chunks, S::kKeys);
+  found.chunk = keys_of_chunk(found.keys, a.chunk_weight, a.log2_max_chunks, S::kMultiple);
   found.parts = min(how_many(how_many(found.keys, found.chunk), a.chunks_a_part), a.parts);
   return found;
 }

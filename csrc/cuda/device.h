@@ -123,6 +123,18 @@ __device__ __forceinline__ void store_for_next(float* at, float x) {
       : "memory");
 }
 
+__device__ __forceinline__ void store_for_next(float* at, float2 x) {
+  asm volatile(
+      "{\n"
+      ".reg .b64 kept;\n"
+      "createpolicy.fractional.L2::evict_last.b64 kept, 1.0;\n"
+      "st.global.L2::cache_hint.v2.f32 [%0], {%1, %2}, kept;\n"
+      "}"
+      :
+      : "l"(at), "f"(x.x), "f"(x.y)
+      : "memory");
+}
+
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int kPending>

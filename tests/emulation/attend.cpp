@@ -1,4 +1,4 @@
-// Runs csrc/cuda/attend_kernel.h on a CPU (device.h): the blocks of a launch one after the other.
+// Runs csrc/cuda/attend_kernel.h and frontier_kernel.h on a CPU (device.h): the blocks of a launch one after the other.
 #include "attend.h"
 
 #include "block.h"
@@ -14,6 +14,7 @@ alignas(1024) unsigned char memory[emulated::kShared + kBehind];
 }  // namespace mtp::cuda
 
 #include "attend_kernel.h"
+#include "frontier_kernel.h"
 
 // 0, or 1 where a block has written behind its shared memory. The arguments as mtp_cuda::attend makes them.
 extern "C" int emulate_attend(const void* const* p, const int64_t* n, const float* f, int blocks) {
@@ -38,11 +39,15 @@ extern "C" int emulate_attend(const void* const* p, const int64_t* n, const floa
   a.chunk_weight = f[0], a.sm_scale = f[1], a.eps = f[2];
 
   void (*kernel)(Attend) = nullptr;
-  const int bytes = with_kernel(a, [&kernel](void (*found)(Attend), int threads, int shared) {
+  const auto use = [&kernel](void (*found)(Attend), int threads, int shared) {
     kernel = found;
     emulated::all.members = threads;
     return shared;
-  });
+  };
+  const int bytes = is_frontier(a.head_dim, a.rows * a.group)
+                        ? use(a.chunks_a_part > 1 ? attend_frontier<true> : attend_frontier<false>,
+                              Frontier::kAllThreads, sizeof(FrontierShared))
+                        : with_kernel(a, use);
   emulated::shared = memory;
   emulated::grid.x = blocks;
   int wrong = bytes > emulated::kShared ? 1 : 0;

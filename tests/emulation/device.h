@@ -49,7 +49,7 @@ T max(T a, T b) {
 
 namespace emulated {
 
-constexpr int kMostThreads = 256, kShared = 232448;  // of a block
+constexpr int kMostThreads = 384, kShared = 232448;  // of a block
 struct Index {
   int x = 0, y = 0;
 };
@@ -67,7 +67,7 @@ struct Warp {
 struct Copy {
   uint32_t to;
   const void* from;
-  int bytes;
+  int bytes;  // what is not seen is not touched
 };
 
 inline Index thread, block, grid;
@@ -76,6 +76,13 @@ inline Warp warps[kMostThreads / 32];
 inline Barrier all{0};                                       // the threads of the launch
 inline std::vector<std::vector<Copy>> copies[kMostThreads];  // groups, the last of which is open
 inline jmp_buf scheduler, stopped[kMostThreads];
+
+inline void carry_out(const Copy& copy) {
+  std::memset(shared + copy.to, 0, 16);
+  if (copy.bytes > 0) {
+    std::memcpy(shared + copy.to, copy.from, copy.bytes);
+  }
+}
 
 // Not swapcontext, which asks the kernel for the signals each time.
 [[gnu::noinline]] inline void stop() {
@@ -222,16 +229,14 @@ inline void copy_16_bytes(uint32_t to, const void* from, int bytes) {
   emulated::copies[threadIdx.x].back().push_back({to, from, bytes});
 }
 inline void store_for_next(float* at, float x) { *at = x; }
+inline void store_for_next(float* at, float2 x) { at[0] = x.x, at[1] = x.y; }
 inline void commit_copies() { emulated::copies[threadIdx.x].emplace_back(); }
 template <int kPending>
 void wait_for_copies() {
   auto& groups = emulated::copies[threadIdx.x];
   while (static_cast<int>(groups.size()) - 1 > kPending) {
     for (const auto& copy : groups.front()) {
-      std::memset(emulated::shared + copy.to, 0, 16);
-      if (copy.bytes > 0) {  // what is not seen is not touched
-        std::memcpy(emulated::shared + copy.to, copy.from, copy.bytes);
-      }
+      emulated::carry_out(copy);
     }
     groups.erase(groups.begin());
   }

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from attend_cases import HEADS, LENGTHS, OPTIONS, absent, made, ways
+from attend_cases import HEADS, LENGTHS, OPTIONS, absent, heads_here, made, ways
 from attention_cases import check_call
 from harness import assert_same_bits, call, forced
 from pairwise import pairwise
@@ -18,12 +18,16 @@ OP, IMPLEMENTATION = "draft_attention", "cuda"
 pytestmark = pytest.mark.skipif(bool(absent()), reason=absent() or "runs")
 
 
+TREES = (("12B", 4), ("26B-A4B", 4), ("31B", 4), ("31B", 8), ("12B", 2))  # Hopper's
+
+
 def real_cases() -> list[AttentionCase]:
     """All pairs of the sizes that are served, of the checkpoints' layers."""
     axes = {
         "layer": [
             *(("full_attention", *one) for one in (("E4B", 1), ("E4B", 2), ("E2B", 1), ("E2B", 3), ("E2B", 4))),
             ("full_attention", "12B", 1),
+            *(("full_attention", *one) for one in TREES if heads_here() != HEADS),
             *((SLIDING, *one) for one in (("12B", 1), ("26B-A4B", 3), ("31B", 1), ("31B", 4))),
         ],  # and rows
         "context": (*CONTEXTS, 2049),
@@ -45,7 +49,7 @@ def test_real_sizes(case: AttentionCase) -> None:
     torch.cuda.empty_cache()
 
 
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("heads", heads_here(), ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)} requests")
 @pytest.mark.parametrize("more", OPTIONS, ids=lambda more: ", ".join(more))
 def test_small_sizes(heads: tuple[int, int, int, int], lengths: list[int], more: dict[str, Any]) -> None:
@@ -54,7 +58,7 @@ def test_small_sizes(heads: tuple[int, int, int, int], lengths: list[int], more:
     check_call(args, kwargs, IMPLEMENTATION)
 
 
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("heads", heads_here(), ids=str)
 @pytest.mark.parametrize("lengths", [[700], [33, 0, 64, 5000], [*[300] * 9, *[0] * 25, 1100, 7]], ids=len)
 def test_the_same_bits_however_it_is_shared_out(
     heads: tuple[int, int, int, int], lengths: list[int], monkeypatch: pytest.MonkeyPatch
