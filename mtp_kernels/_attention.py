@@ -20,9 +20,9 @@ from .triton_ops import draft_attention as triton_attention
 from .triton_ops._launch import Launch, count_sms
 from .triton_ops._launch import capability as capability_of
 
-# Rows times query heads of a KV head, from and to, by head_dim: of attend.cu, and of frontier.cu, which is Hopper's. Of 8
-# and head_dim 512 (26B-A4B, 31B) the kernel was no
-# faster than Triton's: microseconds on an H200, 8 x 8192 and 64 x 4096, of 31B 131.4 and 529, Triton 132.7 and 507.
+# Rows times query heads of a KV head, from and to, by head_dim: of attend.cu, and of frontier.cu, which is Hopper's. Of
+# 8 and head_dim 512 (26B-A4B, 31B) the former was no faster than Triton's: microseconds on an H200, 8 x 8192 and
+# 64 x 4096, of 31B 131.4 and 529, Triton 132.7 and 507.
 QUERIES = {256: ((1, 8),), 512: ((1, 4), (9, 16))}
 FRONTIER = {256: (), 512: ((17, 64),)}
 # Of head_dim 256. Microseconds of a step of E4B (2 KV heads) on an H200 by this kernel and by Triton's: 1 x 8192 68.9
@@ -116,20 +116,21 @@ def _launches(
     queries = rows * (num_qo_heads // num_kv_heads)
     c = config(head_dim, rows, num_qo_heads, num_kv_heads, capability)
     chunks, keys = triton_attention.count_chunks(bound, c), triton_attention.most_keys_a_chunk(bound, c)
-    chunks_a_part = spread(batch * num_kv_heads, chunks, keys, queries, sms, c.fold)
+    chunks_a_part, column_blocks = spread(batch * num_kv_heads, chunks, keys, queries, sms, c.fold)
     parts = -(-chunks // chunks_a_part)
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     heads = batch * rows * num_qo_heads
     partial = q.new_empty((heads, parts, head_dim), dtype=torch.float32)
     stats = q.new_empty((heads, parts, 2), dtype=torch.float32)
-    groups = max(1, sms * c.an_sm // num_kv_heads)  # of blocks, one a KV head
+    shared_by = num_kv_heads * column_blocks  # blocks, a part of the keys
+    groups = max(1, sms * c.an_sm // shared_by)
     main = CudaLaunch("attend", {
         "q": q, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table, "seq_lens": seq_lens,
         "kv_indptr": kv_indptr, "k_scale": None if k_scale is None else k_scale.reshape(-1), "norm": q_norm_weight,
         "freq": rope_inv_freq, "positions": positions, "partial": partial, "stats": stats, "sm_scale": float(sm_scale),
         "eps": float(q_norm_eps), "bound": bound, "chunk_weight": c.chunk_weight, "max_chunks": c.max_chunks,
         "chunks_a_part": chunks_a_part, "folds_a_part": 2 if chunks_a_part > c.fold else 1,
-        "blocks": num_kv_heads * min(groups, batch * parts), "early": False,
+        "column_blocks": column_blocks, "blocks": shared_by * min(groups, batch * parts), "early": False,
     })
     table = triton_attention.table_arguments(k_cache, block_table, seq_lens, kv_indptr, bound, c)
     last = triton_attention.merge_launch(partial, stats, output, num_kv_heads, v_scale, table, c, chunks_a_part)
@@ -147,7 +148,8 @@ def config(head_dim: int, rows: int, num_qo_heads: int, num_kv_heads: int, capab
     c = triton_attention.config(head_dim, rows, num_qo_heads, num_kv_heads, torch.bfloat16, torch.bfloat16, capability)
     queries = rows * (num_qo_heads // num_kv_heads)
     if queries > 16:
-        return replace(c, block_n=128, chunk_weight=4.0, fold=4 if queries <= 32 else 8, max_chunks=128, an_sm=1)
+        weight, fold = (4.0, 4) if queries <= 32 and num_kv_heads > 2 else (2.0, 8)
+        return replace(c, block_n=128, chunk_weight=weight, fold=fold, max_chunks=128, an_sm=1)
     few = queries <= 8
     if few and num_kv_heads == 1:
         fold, max_chunks = 4, 256
@@ -158,22 +160,25 @@ def config(head_dim: int, rows: int, num_qo_heads: int, num_kv_heads: int, capab
 
 
 @lru_cache(maxsize=4096)
-def spread(blocks: int, chunks: int, keys: int, queries: int, sms: int, fold: int) -> int:
-    """Chunks of so many keys a part: 1, a fold, or of more than 8 queries two folds. Takes the fastest way.
+def spread(blocks: int, chunks: int, keys: int, queries: int, sms: int, fold: int) -> tuple[int, int]:
+    """Chunks of so many keys a part, and blocks that share it, columns of values among them. Takes the fastest way.
 
     None changes a bit. Time, in keys: those of the SM that has the most parts, and START, times all that is moved,
     parts beside keys. Microseconds on an H200, 12B's full layer, 64 x 4096: 143.2 in two folds a part, 146.0 in one.
     """
     found = []
-    ways = [1]
-    if chunks > 1 and queries <= 32:
-        ways.append(fold)
-    if chunks > fold and 8 < queries <= 16:
-        ways.append(2 * fold)
-    for way in ways:
+    for way, shared_by in ways(chunks, queries, fold):
         chunks_a_part = min(way, chunks)
-        each = -(-blocks * -(-chunks // chunks_a_part) // sms)
-        # A part is written and read in fp32, 4 bytes an element of a query; a key has two vectors of 2 bytes.
-        moved = 1 + 2 * queries / (keys * chunks_a_part)
-        found.append(((each * chunks_a_part * keys + START) * moved, way))
-    return min(found)[1]
+        each = -(-blocks * shared_by * -(-chunks // chunks_a_part) // sms)
+        # A part is written and read in fp32, 4 bytes an element of a query; a key has two vectors of 2 bytes, of which
+        # two blocks read one and a half each.
+        moved = (3 / 4 if shared_by == 2 else 1) + 2 * queries / (keys * chunks_a_part * shared_by)
+        found.append(((each * chunks_a_part * keys + START) * moved, way, shared_by))
+    return min(found)[1:]
+
+
+def ways(chunks: int, queries: int, fold: int) -> list[tuple[int, int]]:
+    """What there are kernels for: a chunk a part, a fold, or two, and blocks that share a part."""
+    if queries > 32:
+        return [(1, 1), (1, 2), *[(fold, 2)] * (chunks > 1)]
+    return [(1, 1), *[(fold, 1)] * (chunks > 1), *[(2 * fold, 1)] * (chunks > fold and 8 < queries <= 16)]

@@ -27,12 +27,12 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def ways(heads: tuple[int, int, int, int]) -> dict[str, int]:
-    """Chunks of a part, by what it is."""
+def ways(heads: tuple[int, int, int, int]) -> dict[str, tuple[int, int]]:
+    """Chunks of a part, and blocks that share it, by what it is."""
     fold, (_, rows, query_heads, kv_heads) = _attention.config(*heads, 90).fold, heads
-    found, queries = {"chunks": 1, "folds": fold, "two folds": 2 * fold}, rows * (query_heads // kv_heads)
-    most = 1 if queries > 32 else 3 if 8 < queries <= 16 else 2
-    return dict(list(found.items())[:most])
+    found = _attention.ways(1000, rows * (query_heads // kv_heads), fold)
+    names = {1: "chunks", fold: "folds", 2 * fold: "two folds"}
+    return {names[way] + (", shared" if shared_by > 1 else ""): (way, shared_by) for way, shared_by in found}
 
 
 def heads_here() -> list[tuple[int, int, int, int]]:

@@ -1,4 +1,4 @@
-"""CUDA's kernel of draft_attention without a GPU: its source, compiled for this CPU (emulation/), against fp64.
+"""CUDA's kernels of draft_attention without a GPU: their source, compiled for this CPU (emulation/), against fp64.
 
 Threads are coroutines there, shared memory begins as NaN, and asynchronous copies arrive as late as they may.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from attend_cases import HEADS, LENGTHS, OPTIONS, made, ways
+from attend_cases import FRONTIERS, HEADS, LENGTHS, OPTIONS, made, ways
 from attention_cases import naive
 from emulated import compiled
 from harness import assert_same_bits, check_numerics
@@ -45,7 +45,7 @@ def emulate(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
             0 if positions is None else positions.stride(0),
             0 if positions is None or positions.dim() == 1 else positions.stride(1),
             0 if scale is None or scale.numel() == 1 else 1, *k.shape[:2], a["bound"], a["max_chunks"].bit_length() - 1,
-            a["chunks_a_part"], a["folds_a_part"], a["partial"].size(1), *q.shape[:2], k.size(2),
+            a["chunks_a_part"], a["folds_a_part"], a["column_blocks"], a["partial"].size(1), *q.shape[:2], k.size(2),
             q.size(2) // k.size(2), q.size(3), 0 if a["freq"] is None else a["freq"].numel(),
         )
         wrong = run(
@@ -100,10 +100,11 @@ def cases() -> list[tuple[tuple[int, int, int, int], list[int], dict[str, Any], 
     """Every option with every list of lengths; heads, and what a part is, in turn."""
     pairs = [(lengths, more) for more in OPTIONS for lengths in LENGTHS]
     found = []
-    for i, pair in enumerate(pairs):
-        heads = HEADS[3 * i % len(HEADS)]
-        each = list(ways(heads))
-        found.append((heads, *pair, each[(i + i // 4) % len(each)]))
+    for all_heads in (HEADS, FRONTIERS):
+        for i, pair in enumerate(pairs):
+            heads = all_heads[(3 * i + i // len(all_heads)) % len(all_heads)]
+            each = list(ways(heads))
+            found.append((heads, *pair, each[(i + i // 4) % len(each)]))
     return found
 
 
@@ -122,7 +123,9 @@ def test_against_fp64(
 
 
 @pytest.mark.parametrize(
-    ("heads", "each"), [(HEADS[i], each) for i in (0, 2, 3, 4, 5, 13) for each in ways(HEADS[i])], ids=str
+    ("heads", "each"),
+    [(h, each) for h in (*(HEADS[i] for i in (0, 2, 3, 4, 5, 13)), *FRONTIERS[:3]) for each in ways(h)],
+    ids=str,
 )
 def test_the_same_bits_in_any_number_of_blocks(
     heads: tuple[int, int, int, int], each: str, emulate: Emulate, monkeypatch: pytest.MonkeyPatch
@@ -145,8 +148,8 @@ def test_two_folds_are_those_that_the_merge_makes(emulate: Emulate, monkeypatch:
     heads = (512, 1, 16, 1)
     args, kwargs = made(heads, [1100, 513, 64, 0], "cpu", page_size=16)
     left = {}
-    for each, chunks in ways(heads).items():
-        monkeypatch.setattr(_attention, "spread", lambda *_, chunks=chunks: chunks)
+    for each, way in ways(heads).items():
+        monkeypatch.setattr(_attention, "spread", lambda *_, way=way: way)
         left[each], _ = launches(args, kwargs)
         emulate(left[each])
     assert left["folds"]["stats"].size(1) == 3 and left["two folds"]["stats"].size(1) == 2

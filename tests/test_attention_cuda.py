@@ -15,7 +15,8 @@ from triton_compile import compile_launch
 from mtp_kernels import AssistantWeights, _attention, _native, _segment, fused
 from mtp_kernels._cuda_launch import CudaLaunch
 
-E4B, E2B, OF_12B, OF_31B = (4, 2), (4, 1), (16, 1), (32, 16)  # query heads, KV heads; of 31B's sliding layers
+E4B, E2B, OF_12B = (4, 2), (4, 1), (16, 1)  # query heads, KV heads
+OF_31B, FULL_31B = (32, 16), (32, 4)  # of its sliding layers, and of the full one
 
 
 def call(
@@ -45,8 +46,11 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, {}, ""),
         ({"heads": OF_12B, "layout": "HND"}, {"q_norm_weight": torch.empty(512, dtype=torch.bfloat16)}, ""),
         ({"rows": 2}, {"window_left": 5}, ""),
-        ({"rows": 4}, {}, "8 queries of a KV head are not 1 to 4 or 9 to 16"),
-        ({"heads": OF_12B, "rows": 2}, {}, "32 queries of a KV head are not 1 to 4 or 9 to 16"),
+        ({"rows": 4}, {}, "8 queries of a KV head are not 1 to 4 or 9 to 16 or 17 to 64"),
+        ({"heads": OF_12B, "rows": 2}, {}, ""),
+        ({"heads": OF_12B, "rows": 4}, {}, ""),
+        ({"heads": OF_12B, "rows": 5}, {}, "80 queries of a KV head are not 1 to 4 or 9 to 16 or 17 to 64"),
+        ({"heads": OF_12B, "rows": 2}, {"capability": 100}, "32 queries of a KV head are not 1 to 4 or 9 to 16"),
         ({"head_dim": 256, "heads": OF_31B, "rows": 4}, {"window_left": 511}, ""),
         ({"head_dim": 256, "heads": OF_31B, "rows": 5}, {}, "10 queries of a KV head are not 1 to 8"),
         ({"head_dim": 256}, {}, "2 KV heads of 256 elements are fewer than 4"),
@@ -98,16 +102,46 @@ def test_what_is_launched(heads: tuple[int, int], batch: int, each: int, blocks:
     assert main.with_early(True).args == {**main.args, "early": True}
 
 
+@pytest.mark.parametrize(
+    ("heads", "rows", "batch", "context", "each", "column_blocks", "blocks"),
+    [
+        (OF_12B, 4, 1, 8192, 1, 2, 128), (OF_12B, 4, 1, 65536, 1, 1, 128), (OF_12B, 4, 8, 8192, 8, 2, 128),
+        (FULL_31B, 4, 1, 8192, 1, 1, 128), (FULL_31B, 4, 1, 65536, 4, 1, 128), (FULL_31B, 4, 8, 8192, 4, 1, 132),
+        (FULL_31B, 8, 1, 8192, 1, 1, 132), (FULL_31B, 8, 64, 4096, 8, 2, 128), (OF_12B, 2, 1, 1024, 1, 1, 8),
+    ],
+)
+@pytest.mark.usefixtures("library")
+def test_the_frontier_of_a_tree(
+    heads: tuple[int, int], rows: int, batch: int, context: int, each: int, column_blocks: int, blocks: int
+) -> None:
+    """17 to 64 queries, on Hopper: chunks of few requests, folds of many, which of more than 32 queries two share."""
+    (main, last), _ = _attention.plan(*call(heads, batch, rows, context), capability=90, sms=132)
+    assert isinstance(main, CudaLaunch) and main.op == "attend" and last.constants["MULTIPLE"] == 128
+    found = [main.args[name] for name in ("chunks_a_part", "column_blocks", "blocks")]
+    assert found == [each, column_blocks, blocks]
+    assert main.args["folds_a_part"] == 1 and last.constants["CHUNKS"] == each
+
+
+@pytest.mark.parametrize("queries", range(17, 65))
+def test_a_frontier_has_its_kernels(queries: int) -> None:
+    """Folds have registers: two blocks share them, or there are 32 queries at most."""
+    found = _attention.ways(100, queries, 4)
+    assert (1, 1) in found and all(way == 1 or shared_by == 2 or queries <= 32 for way, shared_by in found)
+    assert any(way == 4 for way, _ in found)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("heads", [E4B, E2B, OF_12B, (6, 3), (20, 10), OF_31B])
 @pytest.mark.parametrize("context", [16, 48, 1024, 65536])
 @pytest.mark.parametrize("head_dim", [256, 512])
 @pytest.mark.usefixtures("library")
-def test_there_are_parts_enough(heads: tuple[int, int], context: int, head_dim: int) -> None:
+def test_there_are_parts_enough(heads: tuple[int, int], context: int, head_dim: int, rows: int) -> None:
     """For the chunks that the kernel makes of any length; and every KV head has the same share of the blocks."""
     for batch in (1, 3, 64):
-        arguments = call(heads, batch, context=context, head_dim=head_dim)
-        if _attention.refuses(*arguments, capability=90):
-            assert head_dim == 256 and (heads == OF_12B or heads[1] < 4)
+        arguments = call(heads, batch, rows, context, head_dim=head_dim)
+        if why := _attention.refuses(*arguments, capability=90):
+            queries = rows * heads[0] // heads[1]
+            assert "KV head" in why and ((head_dim == 256 and (queries > 8 or heads[1] < 4)) or 5 <= queries <= 8)
             continue
         (main, last), _ = _attention.plan(*arguments, capability=90, sms=132)
         args, multiple = main.args, last.constants["MULTIPLE"]
@@ -125,11 +159,11 @@ def test_the_same_chunks_for_any_batch() -> None:
     for heads, keys in ((E4B, 32), (E2B, 32), (OF_12B, 64)):
         c = _attention.config(512, 1, *heads, 90)
         assert (c.block_n, c.chunk_weight) == (keys, 0.5) and c.fold in (4, 8)
-        assert _attention.spread(2, 128, 64, 2, 132, c.fold) == 1
-        assert _attention.spread(128, 128, 64, 2, 132, c.fold) == c.fold
-    assert _attention.spread(8, 1, 32, 2, 132, 8) == 1
+        assert _attention.spread(2, 128, 64, 2, 132, c.fold) == (1, 1)
+        assert _attention.spread(128, 128, 64, 2, 132, c.fold) == (c.fold, 1)
+    assert _attention.spread(8, 1, 32, 2, 132, 8) == (1, 1)
     for batch, chunks, each in ((1, 128, 1), (8, 128, 8), (64, 64, 16), (132, 8, 8)):  # of 12B, two folds where it can
-        assert _attention.spread(batch, chunks, 64, 16, 132, 8) == each
+        assert _attention.spread(batch, chunks, 64, 16, 132, 8) == (each, 1)
 
 
 @pytest.mark.parametrize("reason", ["no library", "q at an odd place", "no key"])

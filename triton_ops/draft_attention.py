@@ -182,14 +182,18 @@ def _merge_tile(
     Of few parts, or where there are many heads, a thread has all folds of its 4 elements; else the folds of a row lie
     side by side. Microseconds on an H200 of so few parts, and side by side: E4B 8 x 8192 1.7 and 3.2, the sliding
     layers of 31B 1 x 1024 1.7 and 2.2; in a step of 31B, 1 x 1024, 3.7 and 4.8, with 256 elements a program 4.5.
+
+    Side by side, 32 elements of a row a program, and 64 in as many threads, which need fewer programs to be waiting
+    when the last chunk ends. Attend and merge, in one process: 12B 1 x 8192 18.7 and 17.8, 31B 1 x 8192 28.7 and 28.3,
+    its 4 rows 34.0 and 31.3, 1 x 65536 134.90 and 134.79; but E2B (4 heads) 1 x 8192 13.6 and 13.9.
     """
     group = min(most, power_of_two(-(-parts // parts_a_fold)))
     few = parts <= 16  # all are on their way at a time
     many_heads = heads * head_dim >= 65536
     wide = few or (many_heads and (parts_a_fold == 1 or group <= 4))
-    block_d = min(head_dim, 512 if many_heads else 128) if wide else 32
+    block_d = min(head_dim, 512 if many_heads else 128) if wide else min(head_dim, 64) if heads >= 16 else 32
     ahead = max(1, min(16 // parts_a_fold, group)) if wide else 1
-    warps = block_d // 128 if wide else group * block_d // 128
+    warps = block_d // 128 if wide else group * 32 // 128
     return {"BLOCK_D": block_d, "GROUP": group, "WIDE": wide, "AHEAD": ahead}, max(1, warps)
 
 
@@ -314,6 +318,10 @@ def config(
         slabs = 4 if wide and dtype == torch.float16 else num_warps  # fp8 becomes fp16 in more registers
         fold, an_sm = (1, 1) if large else (8, 2)
         tile = _Tile(16 if short else 32, min(slabs, head_dim // 32), 3, fold, an_sm=an_sm)
+        if large and roomy and not wide:
+            # Microseconds of 4 rows of 31B on an H200, 1 x 8192 and 1 x 65536: 8 slabs 80 and 536, 2 slabs 59 and 341;
+            # 1 slab, for which there are a few registers too few, 57 and 324, with two tiles on the way 51 and 297.
+            tile = replace(tile, slabs=2, stages=5, run_stages=3)
     return Config(
         head_dim,
         block_rows,

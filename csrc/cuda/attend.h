@@ -1,5 +1,5 @@
-// Attention of few draft queries over many keys of 256 or 512 elements: see attend_kernel.h, on Hopper and Blackwell, and
-// frontier_kernel.h, on Hopper.
+// Attention of few draft queries over many keys of 256 or 512 elements: see attend_kernel.h, on Hopper and Blackwell,
+// and frontier_kernel.h, on Hopper.
 #pragma once
 
 #include <cstdint>
@@ -40,6 +40,7 @@ struct Attend {
   float chunk_weight = 0;
   int log2_max_chunks = 0;
   int chunks_a_part = 0, folds_a_part = 1;  // 2: of half of the chunks each
+  int column_blocks = 1;                    // of a frontier: blocks that share a unit
   int parts = 0;
   int batch = 0, rows = 0, kv_heads = 0, head_dim = 0, num_pairs = 0;
   int group = 0;          // query heads of a KV head,

@@ -43,6 +43,19 @@ struct AttendShared {
 
 enum class Part { kChunk, kFold, kTwoFolds };
 
+// Rows for which no warp waits, where there are registers for that.
+template <class S, Part kPart>
+__device__ __forceinline__ void load(const Attend& a, int b, int head, bool waits, AttendShared<S>& shared) {
+  if constexpr (S::kTiles == 2 && kPart == Part::kChunk) {
+    if (a.rows > 1) {
+      load_rows<S>(a, b, head, waits, shared);
+      S::sync();
+      return;
+    }
+  }
+  load_queries<S>(a, b, head, waits, shared);
+}
+
 // Registers: beside a segment's block an SM has 176 for each of 128 threads.
 template <class S, Part kPart>
 __global__ void __maxnreg__(S::kTiles == 1 ? 176 : 255) attend(const __grid_constant__ Attend a) {
@@ -91,7 +104,7 @@ __global__ void __maxnreg__(S::kTiles == 1 ? 176 : 255) attend(const __grid_cons
         }
         if (unit->b != of) {
           of = unit->b;
-          load_queries<S>(a, of, head, tile == 0, shared);
+          load<S, kPart>(a, of, head, tile == 0, shared);
 #pragma unroll
           for (int pair = 0; pair < kSteps / 2 * kHeld; ++pair) {
             load_matrices(q[pair], query_at + pair * 64);

@@ -27,7 +27,7 @@ void attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor
             std::optional<Tensor> kv_indptr, std::optional<Tensor> k_scale, std::optional<Tensor> norm,
             std::optional<Tensor> freq, std::optional<Tensor> positions, Tensor partial, Tensor stats, double sm_scale,
             double eps, int64_t bound, double chunk_weight, int64_t max_chunks, int64_t chunks_a_part,
-            int64_t folds_a_part, int64_t blocks, bool early) {
+            int64_t folds_a_part, int64_t column_blocks, int64_t blocks, bool early) {
   Attend a;
   STD_TORCH_CHECK(q.dim() == 4, "attend: q is not [batch, rows, heads, head_dim]");
   const int64_t head_dim = q.size(3);
@@ -99,18 +99,21 @@ void attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor
   check(stats, kOp, "stats", ScalarType::Float, {batch * rows * num_heads, a.parts, 2});
   a.partial = static_cast<float*>(partial.mutable_data_ptr());
   a.stats = static_cast<float*>(stats.mutable_data_ptr());
-  STD_TORCH_CHECK(blocks % kv_heads == 0 && bound > 0 && bound <= kMostInt && chunks_a_part >= 1 &&
-                      chunks_a_part <= 64 && max_chunks >= 1 && max_chunks <= 65536 && blocks >= 1 && blocks < kMostInt,
+  STD_TORCH_CHECK((column_blocks == 1 || (column_blocks == 2 && frontier)) &&
+                      blocks % (kv_heads * column_blocks) == 0 && bound > 0 && bound <= kMostInt &&
+                      chunks_a_part >= 1 && chunks_a_part <= 64 && max_chunks >= 1 && max_chunks <= 65536 &&
+                      blocks >= 1 && blocks < kMostInt,
                   "attend: chunks that are not served");
-  STD_TORCH_CHECK(frontier ? folds_a_part == 1 && (chunks_a_part == 1 || queries <= 32)
-                           : folds_a_part == 1 || (folds_a_part == 2 && chunks_a_part % 2 == 0 && head_dim == 512 &&
-                                                   queries > 8),
-                  "attend: folds that are not served");
+  STD_TORCH_CHECK(
+      frontier ? folds_a_part == 1 && (chunks_a_part == 1 || column_blocks == 2 || queries <= 32)
+               : folds_a_part == 1 || (folds_a_part == 2 && chunks_a_part % 2 == 0 && head_dim == 512 && queries > 8),
+      "attend: folds that are not served");
   a.bound = static_cast<int>(bound);
   a.chunk_weight = static_cast<float>(chunk_weight);
   a.log2_max_chunks = log2_of(max_chunks, kOp, "max_chunks");
   a.chunks_a_part = static_cast<int>(chunks_a_part);
   a.folds_a_part = static_cast<int>(folds_a_part);
+  a.column_blocks = static_cast<int>(column_blocks);
   a.num_pages = static_cast<int>(pages);
   a.page_size = static_cast<int>(page_size);
   a.batch = static_cast<int>(batch);
@@ -137,7 +140,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(mtp_cuda, m) {
       "attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, Tensor? kv_indptr, "
       "Tensor? k_scale, Tensor? norm, Tensor? freq, Tensor? positions, Tensor(a!) partial, Tensor(b!) stats, float "
       "sm_scale, float eps, int bound, float chunk_weight, int max_chunks, int chunks_a_part, int "
-      "folds_a_part, int blocks, bool early) -> ()");
+      "folds_a_part, int column_blocks, int blocks, bool early) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mtp_cuda, CUDA, m) { m.impl("attend", TORCH_BOX(&mtp::cuda::attend)); }

@@ -183,5 +183,71 @@ __device__ __forceinline__ void load_queries(const Attend& a, int b, int head, b
   S::sync();
 }
 
+// The same for several rows, by eight warps of which none waits for another: few rows are shared by several. All are to
+// wait for each other after it.
+template <class S, class Shared>
+__device__ __forceinline__ void load_rows(const Attend& a, int b, int head, bool waits, Shared& shared) {
+  static_assert(S::kWarps == 8);
+  constexpr int kHalf = S::kDim / 2, kCount = kHalf / 32, kEach = 2;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int sharing = a.rows > 4 ? 1 : a.rows > 2 ? 2 : S::kWarps / a.rows;  // warps a row
+  Elements<kCount> norm[2] = {};
+  load_norm(a, norm);
+  S::sync();  // what was there before is read until here
+#pragma unroll 1
+  for (int row = warp / sharing; row < a.rows; row += S::kWarps / sharing) {
+    float2 turns[kCount] = {};
+#pragma unroll 1
+    for (int first = warp % sharing; first < a.group; first += sharing * kEach) {
+      Elements<kCount> found[kEach][2];
+      const auto load = [&] {
+#pragma unroll
+        for (int j = 0; j < kEach; ++j) {
+          const int member = first + j * sharing;
+          if (member < a.group) {
+            const auto* from = static_cast<const bf16*>(a.q) + b * a.q_stride_batch + row * a.q_stride_row +
+                               (head * a.group + member) * a.q_stride_head + lane * kCount;
+            found[j][0].load(from);
+            found[j][1].load(from + kHalf);
+          }
+        }
+      };
+      if (!waits) {
+        load();
+      }
+      if (a.freq != nullptr && first < sharing) {
+        const auto position = static_cast<float>(
+            load_index(a.positions, a.positions_are_int64, b * a.position_stride_batch + row * a.position_stride));
+#pragma unroll 1
+        for (int i = 0; i < kCount; ++i) {  // in one place of the program
+          const int pair = lane * kCount + i;
+          const float2 one = pair < a.num_pairs ? sine_and_cosine(position * a.freq[pair]) : make_float2(0.0f, 1.0f);
+#pragma unroll
+          for (int k = 0; k < kCount; ++k) {
+            turns[k] = k == i ? one : turns[k];
+          }
+        }
+      }
+      if (waits) {
+        wait_for_others();
+        load();
+        waits = false;
+      }
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) {
+        const int member = first + j * sharing;
+        if (member >= a.group) {
+          break;
+        }
+        leave_query<S>(a, found[j], norm, [&](int i) { return turns[i]; }, row * a.group + member, shared);
+      }
+    }
+  }
+  if (waits) {
+    wait_for_others();
+  }
+  leave_no_queries<S, kCount>(a.rows * a.group, shared);
+}
+
 }  // namespace
 }  // namespace mtp::cuda

@@ -26,6 +26,7 @@ struct Shape {
   static constexpr int kColumns = kDim / kWarps;       // of values, a warp's
   static constexpr int kSlabs = kColumns / 16;
   static constexpr int kQueries = 8 * kTiles;
+  static constexpr int kColumnBlocks = 1;
   // Folds of few queries lie where these were, which are in registers then: those would not hold both.
   static constexpr int kFoldsInShared = kDim == 512 && kTiles == 1 ? 4 : 0;
 
@@ -83,7 +84,8 @@ class Units {
       upto_ = count(a, first);
       total += __shfl_sync(kAll, upto_, 31);
     }
-    const int groups = static_cast<int>(gridDim.x) / a.kv_heads, group = static_cast<int>(blockIdx.x) / a.kv_heads;
+    const int blocks = a.kv_heads * S::kColumnBlocks;  // that have the same units
+    const int groups = static_cast<int>(gridDim.x) / blocks, group = static_cast<int>(blockIdx.x) / blocks;
     next_ = static_cast<int>(static_cast<int64_t>(total) * group / groups);
     left_ = static_cast<int>(static_cast<int64_t>(total) * (group + 1) / groups) - next_;
   }

@@ -6,13 +6,13 @@
 
 namespace mtp::cuda {
 
+static_assert(sizeof(FrontierShared) <= 227 * 1024);
+
 int launch_frontier(const Attend& a, int blocks, bool early, void* stream) {
-  constexpr int kBytes = sizeof(FrontierShared);
-  static_assert(kBytes <= 227 * 1024);
-  const auto kernel = a.chunks_a_part > 1 ? attend_frontier<true> : attend_frontier<false>;
-  const cudaError_t error = share_memory(kernel, kBytes);
-  return static_cast<int>(
-      error ? error : launch_kernel(kernel, a, dim3(blocks), Frontier::kAllThreads, kBytes, {early}, stream));
+  return static_cast<int>(with_frontier(a, [&](void (*kernel)(Attend), int threads, int bytes) {
+    const cudaError_t error = share_memory(kernel, bytes);
+    return error ? error : launch_kernel(kernel, a, dim3(blocks), threads, bytes, {early}, stream);
+  }));
 }
 
 }  // namespace mtp::cuda

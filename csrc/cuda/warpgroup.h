@@ -89,23 +89,26 @@ __device__ __forceinline__ uint64_t operand(uint32_t at, uint32_t leading, uint3
 
 __device__ __forceinline__ uint64_t advance(uint64_t operand, uint32_t bytes) { return operand + bytes / 16; }
 
-// y [64, 32] = a [64, 16] b^T, or y + that: a warp has 16 rows of y, a lane of it rows lane / 4 and 8 below, columns
-// lane % 4 * 2 and the next of each eight, in the order of columns, both of the upper row first. b is [32, 16].
-__device__ __forceinline__ void multiply_64x32(float (&y)[16], uint64_t a, uint64_t b, bool add) {
+// y [64, 64] = a [64, 16] b^T, or y + that: a warp has 16 rows of y, a lane of it rows lane / 4 and 8 below, columns
+// lane % 4 * 2 and the next of each eight, in the order of columns, both of the upper row first. b is [64, 16].
+__device__ __forceinline__ void multiply_64x64(float (&y)[32], uint64_t a, uint64_t b, bool add) {
   asm volatile(
       "{\n"
       ".reg .pred add;\n"
-      "setp.ne.b32 add, %18, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, add, 1, 1, 0, 0;\n"
+      "setp.ne.b32 add, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, add, 1, 1, 0, 0;\n"
       "}"
       : "+f"(y[0]), "+f"(y[1]), "+f"(y[2]), "+f"(y[3]), "+f"(y[4]), "+f"(y[5]), "+f"(y[6]), "+f"(y[7]), "+f"(y[8]),
-        "+f"(y[9]), "+f"(y[10]), "+f"(y[11]), "+f"(y[12]), "+f"(y[13]), "+f"(y[14]), "+f"(y[15])
+        "+f"(y[9]), "+f"(y[10]), "+f"(y[11]), "+f"(y[12]), "+f"(y[13]), "+f"(y[14]), "+f"(y[15]), "+f"(y[16]),
+        "+f"(y[17]), "+f"(y[18]), "+f"(y[19]), "+f"(y[20]), "+f"(y[21]), "+f"(y[22]), "+f"(y[23]), "+f"(y[24]),
+        "+f"(y[25]), "+f"(y[26]), "+f"(y[27]), "+f"(y[28]), "+f"(y[29]), "+f"(y[30]), "+f"(y[31])
       : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 
-// y [64, 128] += a [64, 16] b. A lane has of a what it has of y's first two eights of columns, in pairs of 16 bits; b is
-// [16, 128], rows its depth.
+// y [64, 128] += a [64, 16] b. A lane has of a what it has of y's first two eights of columns, in pairs of 16 bits; b
+// is [16, 128], rows its depth.
 __device__ __forceinline__ void multiply_64x128(float (&y)[64], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                                                 uint64_t b) {
   asm volatile(

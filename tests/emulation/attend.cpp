@@ -32,7 +32,7 @@ extern "C" int emulate_attend(const void* const* p, const int64_t* n, const floa
   a.table_stride = *n++, a.table_size = *n++, a.position_stride_batch = *n++, a.position_stride = *n++;
   a.k_scale_stride = *n++;
   a.num_pages = next(), a.page_size = next(), a.bound = next(), a.log2_max_chunks = next(), a.chunks_a_part = next();
-  a.folds_a_part = next();
+  a.folds_a_part = next(), a.column_blocks = next();
   a.parts = next(), a.batch = next(), a.rows = next(), a.kv_heads = next(), a.group = next();
   a.head_dim = next(), a.num_pairs = next();
   a.group_inverse = (65536 + a.group - 1) / a.group;
@@ -44,10 +44,7 @@ extern "C" int emulate_attend(const void* const* p, const int64_t* n, const floa
     emulated::all.members = threads;
     return shared;
   };
-  const int bytes = is_frontier(a.head_dim, a.rows * a.group)
-                        ? use(a.chunks_a_part > 1 ? attend_frontier<true> : attend_frontier<false>,
-                              Frontier::kAllThreads, sizeof(FrontierShared))
-                        : with_kernel(a, use);
+  const int bytes = is_frontier(a.head_dim, a.rows * a.group) ? with_frontier(a, use) : with_kernel(a, use);
   emulated::shared = memory;
   emulated::grid.x = blocks;
   int wrong = bytes > emulated::kShared ? 1 : 0;

@@ -43,12 +43,14 @@ inline float element(uint32_t at) {
 
 // Of an operand of rows and depth: where a row is 128 bytes of its depth, or where it is a column.
 inline float in_depth(uint64_t operand, int row, int k) {
-  const auto at = static_cast<uint32_t>(operand & 0x3fff) * 16, stride = static_cast<uint32_t>(operand >> 32 & 0x3fff) * 16;
+  const auto at = static_cast<uint32_t>(operand & 0x3fff) * 16,
+             stride = static_cast<uint32_t>(operand >> 32 & 0x3fff) * 16;
   return element(at + row / 8 * stride + row % 8 * 128 + k * 2);
 }
 
 inline float in_columns(uint64_t operand, int k, int column) {
-  const auto at = static_cast<uint32_t>(operand & 0x3fff) * 16, stride = static_cast<uint32_t>(operand >> 32 & 0x3fff) * 16;
+  const auto at = static_cast<uint32_t>(operand & 0x3fff) * 16,
+             stride = static_cast<uint32_t>(operand >> 32 & 0x3fff) * 16;
   const auto leading = static_cast<uint32_t>(operand >> 16 & 0x3fff) * 16;
   return element(at + column / 64 * leading + k / 8 * stride + k % 8 * 128 + column % 64 * 2);
 }
@@ -63,7 +65,8 @@ inline void make(Product& p) {
   for (int row = 0; row < 64; ++row) {
     for (int k = 0; k < 16; ++k) {
       const int thread = row / 16 * 32 + row % 8 * 4 + k % 8 / 2;
-      a[row][k] = p.from_registers ? bf16_of(p.a_words[thread][k / 8 * 2 + row % 16 / 8], k % 2) : in_depth(p.a, row, k);
+      a[row][k] =
+          p.from_registers ? bf16_of(p.a_words[thread][k / 8 * 2 + row % 16 / 8], k % 2) : in_depth(p.a, row, k);
     }
   }
   for (int row = 0; row < 64; ++row) {
@@ -156,10 +159,10 @@ inline uint64_t operand(uint32_t at, uint32_t leading, uint32_t stride) {
 }
 inline uint64_t advance(uint64_t operand, uint32_t bytes) { return operand + bytes / 16; }
 
-inline void multiply_64x32(float (&y)[16], uint64_t a, uint64_t b, bool add) {
+inline void multiply_64x64(float (&y)[32], uint64_t a, uint64_t b, bool add) {
   emulated::warpgroup().made.y[threadIdx.x % 128] = y;
   emulated::together([=](emulated::Warpgroup& mine) {
-    mine.made.a = a, mine.made.b = b, mine.made.columns = 32, mine.made.add = add, mine.made.from_registers = false;
+    mine.made.a = a, mine.made.b = b, mine.made.columns = 64, mine.made.add = add, mine.made.from_registers = false;
     mine.groups.back().push_back(mine.made);
   });
 }

@@ -17,7 +17,6 @@ from mtp_kernels import _attention
 OP, IMPLEMENTATION = "draft_attention", "cuda"
 pytestmark = pytest.mark.skipif(bool(absent()), reason=absent() or "runs")
 
-
 TREES = (("12B", 4), ("26B-A4B", 4), ("31B", 4), ("31B", 8), ("12B", 2))  # Hopper's
 
 
@@ -67,10 +66,10 @@ def test_the_same_bits_however_it_is_shared_out(
     args, kwargs = made(heads, lengths, page_size=16)
     with forced(IMPLEMENTATION):
         expected = call(OP, *args, **kwargs)
-        for chunks in ways(heads).values():
+        for way in ways(heads).values():
             for sms in (132, 5, 1):
                 with monkeypatch.context() as patch:
-                    patch.setattr(_attention, "spread", lambda *_, chunks=chunks: chunks)
+                    patch.setattr(_attention, "spread", lambda *_, way=way: way)
                     patch.setattr(_attention, "count_sms", lambda device, sms=sms: sms)
                     assert_same_bits(call(OP, *args, **kwargs), expected)
         q, k, v, table, seq_lens, scale = args

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from attend_cases import absent, made
+from attend_cases import HEADS, absent, heads_here, made, ways
 from attention_cases import GARBAGE, LAYOUTS, move, naive, options
 from attention_cases import problem as attention_problem
 from harness import call, check_numerics, forced, random_tensor
@@ -83,19 +83,18 @@ def test_attention_with_garbage_behind(layout: str, fp8: bool, flat: bool) -> No
 
 
 HEADS_BY_CUDA = [(512, 1, 4, 2), (512, 2, 4, 2), (512, 1, 16, 1), (512, 3, 3, 1), (256, 1, 8, 4), (256, 4, 4, 4)]
+HEADS_BY_CUDA += [heads for heads in ((512, 4, 8, 1), (512, 4, 16, 1)) if heads_here() != HEADS]  # Hopper's
 
 
 @pytest.mark.skipif(bool(absent()), reason=absent() or "runs")
-@pytest.mark.parametrize("heads", HEADS_BY_CUDA, ids=str)
+@pytest.mark.parametrize(("heads", "each"), [(h, each) for h in HEADS_BY_CUDA for each in ways(h)], ids=str)
 @pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("each", ["chunks", "folds"])
 def test_attention_by_cuda(
-    heads: tuple[int, int, int, int], flat: bool, each: str, monkeypatch: pytest.MonkeyPatch
+    heads: tuple[int, int, int, int], each: str, flat: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths = [43, 0, 70, 7]
     args, kwargs = made(heads, lengths, page_size=5, window_left=60, flat=flat)
-    fold = _attention.config(*heads, 90).fold
-    monkeypatch.setattr(_attention, "spread", lambda *_: 1 if each == "chunks" else fold)
+    monkeypatch.setattr(_attention, "spread", lambda *_: ways(heads)[each])
     (got,) = there_and_back("draft_attention", *args, implementation="cuda", **kwargs)
     args, kwargs = move(args, "cpu"), {name: move(value, "cpu") for name, value in kwargs.items()}
     check_numerics(got, naive(got.dtype, *args, **kwargs), naive(torch.float64, *args, **kwargs), atol=1e-6)
