@@ -320,7 +320,8 @@ def config(
         tile = _Tile(16 if short else 32, min(slabs, head_dim // 32), 3, fold, an_sm=an_sm)
         if large and roomy and not wide:
             # Microseconds of 4 rows of 31B on an H200, 1 x 8192 and 1 x 65536: 8 slabs 80 and 536, 2 slabs 59 and 341;
-            # 1 slab, for which there are a few registers too few, 57 and 324, with two tiles on the way 51 and 297.
+            # 1 slab, for which there are a few registers too few, 57 and 324, with two tiles on the way 51 and 297. (2
+            # slabs with two tiles on the way are not timed.)
             tile = replace(tile, slabs=2, stages=5, run_stages=3)
     return Config(
         head_dim,
