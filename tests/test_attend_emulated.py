@@ -161,6 +161,34 @@ def test_two_folds_are_those_that_the_merge_makes(emulate: Emulate, monkeypatch:
             assert_same_bits(left["two folds"]["partial"][query, part], expected[2])
 
 
+@pytest.mark.parametrize("heads", FRONTIERS[:2], ids=str)
+def test_a_frontier_folds_as_the_merge_does(
+    heads: tuple[int, int, int, int], emulate: Emulate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks in their order, by the arithmetic of triton_ops/_attention_merge.py."""
+    args, kwargs = made(heads, [1200, 130], "cpu", page_size=16)
+    left = {}
+    for each, way in ways(heads).items():
+        monkeypatch.setattr(_attention, "spread", lambda *_, way=way: way)
+        left[each], _ = launches(args, kwargs)
+        emulate(left[each])
+    chunks, folds = left["chunks"], next(one for each, one in left.items() if "folds" in each)
+    fold = folds["chunks_a_part"]
+    assert chunks["stats"].size(1) == 10 and folds["stats"].size(1) == -(-10 // fold) > 1
+    if "chunks, shared" in left:
+        for name in ("partial", "stats"):
+            assert_same_bits(left["chunks, shared"][name], chunks[name])
+    for query in range(0, heads[1] * heads[2], 5):
+        for part in range(folds["stats"].size(1)):
+            found = [(*chunks["stats"][query, i], chunks["partial"][query, i])
+                     for i in range(part * fold, min((part + 1) * fold, 10))]
+            top, total, y = found[0]
+            for more in found[1:]:
+                top, total, y = folded(top, total, y, *more)
+            assert_same_bits(folds["stats"][query, part], torch.stack((top, total)))
+            assert_same_bits(folds["partial"][query, part], y)
+
+
 def folded(
     top: Tensor, total: Tensor, y: Tensor, more_top: Tensor, more_total: Tensor, more_y: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,8 +8,8 @@
 //
 // A part is a chunk, or a fold of chunks, for which registers have to be found. Either two blocks share a unit: each
 // reads all keys, which L2 then has, and half of the values' columns. Or there are 32 queries at most: these leave half
-// of the 64 rows free, whose sums are the fold; products add nothing to them, and at the end of a chunk the warps that
-// have it hand it to those.
+// of the 64 rows free, whose sums are the fold; products of finite values add nothing to them, and at the end of a
+// chunk the warps that have it hand it to those.
 #pragma once
 
 #include "attend_queries.h"

@@ -1,5 +1,7 @@
 // Stands in for csrc/cuda/warpgroup.h beside device.h: barriers in shared memory, whose copies arrive with the last
-// arrival, and products of a warpgroup, which are made as late as they may be: when they are waited for.
+// arrival, and products of a warpgroup. Every other block makes them at once, where what they read has to be there; the
+// rest as late as may be, when they are waited for and all other threads have had their time, so that what they read
+// has to be there still.
 #pragma once
 
 #include <map>
@@ -81,6 +83,18 @@ inline void make(Product& p) {
   }
 }
 
+constexpr int kPatience = 64;  // turns of the other threads: enough for copies into a stage that is free
+
+inline bool is_hasty() { return block.x % 2 == 1; }
+
+inline void add(Warpgroup& mine) {
+  mine.groups.back().push_back(mine.made);
+  if (is_hasty()) {
+    make(mine.groups.back().back());
+    mine.groups.back().pop_back();
+  }
+}
+
 // Once all threads of the warpgroup are there, the last of them does `what`.
 template <class What>
 void together(What what) {
@@ -142,6 +156,9 @@ inline void end_products() {
 
 template <int kPending>
 void wait_for_products() {
+  for (int i = 0; i < emulated::kPatience && !emulated::is_hasty(); ++i) {
+    emulated::stop();
+  }
   emulated::together([](emulated::Warpgroup& mine) {
     for (; static_cast<int>(mine.groups.size()) - 1 > kPending; mine.groups.erase(mine.groups.begin())) {
       for (auto& product : mine.groups.front()) {
@@ -163,7 +180,7 @@ inline void multiply_64x64(float (&y)[32], uint64_t a, uint64_t b, bool add) {
   emulated::warpgroup().made.y[threadIdx.x % 128] = y;
   emulated::together([=](emulated::Warpgroup& mine) {
     mine.made.a = a, mine.made.b = b, mine.made.columns = 64, mine.made.add = add, mine.made.from_registers = false;
-    mine.groups.back().push_back(mine.made);
+    emulated::add(mine);
   });
 }
 
@@ -174,7 +191,7 @@ inline void multiply_64x128(float (&y)[64], uint32_t a0, uint32_t a1, uint32_t a
   a[0] = a0, a[1] = a1, a[2] = a2, a[3] = a3;
   emulated::together([=](emulated::Warpgroup& mine) {
     mine.made.b = b, mine.made.columns = 128, mine.made.add = true, mine.made.from_registers = true;
-    mine.groups.back().push_back(mine.made);
+    emulated::add(mine);
   });
 }
 
