@@ -1,7 +1,7 @@
-// Stands in for csrc/cuda/warpgroup.h beside device.h: barriers in shared memory, whose copies arrive with the last
-// arrival, and products of a warpgroup. Every other block makes them at once, where what they read has to be there; the
-// rest as late as may be, when they are waited for and all other threads have had their time, so that what they read
-// has to be there still.
+// Stands in for csrc/cuda/warpgroup.h beside device.h: barriers in shared memory, whose copies are there for him who
+// has waited for them, and products of a warpgroup. Every other block makes them at once, where what they read has to
+// be there; the rest as late as may be, when they are waited for and all other threads have had their time, so that
+// what they read has to be there still.
 #pragma once
 
 #include <map>
@@ -13,7 +13,7 @@ namespace emulated {
 struct Phases {
   int arrivals, arrived = 0;
   uint32_t parity = 0;
-  std::vector<Copy> copies;
+  std::vector<Copy> copies, landed;  // of the phase that goes on, and of those that have ended
 };
 
 // y of 64 rows, a lane's values of each thread; a from registers where `a_words` says so.
@@ -114,9 +114,7 @@ inline void init_barrier(uint32_t at, int arrivals) { emulated::phases[at] = {ar
 inline void arrive(uint32_t at) {
   auto& phase = emulated::phases.at(at);
   if (++phase.arrived == phase.arrivals) {
-    for (const auto& copy : phase.copies) {
-      emulated::carry_out(copy);
-    }
+    phase.landed.insert(phase.landed.end(), phase.copies.begin(), phase.copies.end());
     phase.copies.clear();
     phase.arrived = 0;
     phase.parity ^= 1;
@@ -132,9 +130,14 @@ inline void arrive_with_copies(uint32_t at) {
 }
 
 inline void wait_for_phase(uint32_t at, uint32_t parity) {
-  while (emulated::phases.at(at).parity == parity) {
+  auto& phase = emulated::phases.at(at);
+  while (phase.parity == parity) {
     emulated::stop();
   }
+  for (const auto& copy : phase.landed) {
+    emulated::carry_out(copy);
+  }
+  phase.landed.clear();
 }
 
 template <int kCount>
