@@ -65,6 +65,16 @@ struct Elements {
   }
 };
 
+// A query as it comes, a lane's share of both halves.
+template <class S, int kCount>
+__device__ __forceinline__ void load_query(const Attend& a, int b, int row, int head, int member,
+                                           Elements<kCount> (&found)[2]) {
+  const auto* from = static_cast<const bf16*>(a.q) + b * a.q_stride_batch + row * a.q_stride_row +
+                     (head * a.group + member) * a.q_stride_head + threadIdx.x % 32 * kCount;
+  found[0].load(from);
+  found[1].load(from + S::kDim / 2);
+}
+
 // The norm's weight, a lane's share of both halves; nothing where there is no norm.
 template <int kCount>
 __device__ __forceinline__ void load_norm(const Attend& a, Elements<kCount> (&norm)[2]) {
@@ -138,7 +148,7 @@ template <class S, class Shared>
 __device__ __forceinline__ void load_queries(const Attend& a, int b, int head, bool waits, Shared& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   constexpr int kEach = S::kQueries / S::kWarps;  // queries of a warp
-  constexpr int kHalf = S::kDim / 2, kCount = kHalf / 32;
+  constexpr int kCount = S::kDim / 64;
   Elements<kCount> norm[2] = {};
   load_norm(a, norm);
 #pragma unroll 1
@@ -149,10 +159,7 @@ __device__ __forceinline__ void load_queries(const Attend& a, int b, int head, b
       for (int j = 0; j < kEach; ++j) {
         const int member = j * S::kWarps + warp;
         if (member < a.group) {
-          const auto* from = static_cast<const bf16*>(a.q) + b * a.q_stride_batch + row * a.q_stride_row +
-                             (head * a.group + member) * a.q_stride_head + lane * kCount;
-          found[j][0].load(from);
-          found[j][1].load(from + kHalf);
+          load_query<S>(a, b, row, head, member, found[j]);
         }
       }
     };
@@ -188,7 +195,7 @@ __device__ __forceinline__ void load_queries(const Attend& a, int b, int head, b
 template <class S, class Shared>
 __device__ __forceinline__ void load_rows(const Attend& a, int b, int head, bool waits, Shared& shared) {
   static_assert(S::kWarps == 8);
-  constexpr int kHalf = S::kDim / 2, kCount = kHalf / 32, kEach = 2;
+  constexpr int kCount = S::kDim / 64, kEach = 2;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int sharing = a.rows > 4 ? 1 : a.rows > 2 ? 2 : S::kWarps / a.rows;  // warps a row
   Elements<kCount> norm[2] = {};
@@ -205,10 +212,7 @@ __device__ __forceinline__ void load_rows(const Attend& a, int b, int head, bool
         for (int j = 0; j < kEach; ++j) {
           const int member = first + j * sharing;
           if (member < a.group) {
-            const auto* from = static_cast<const bf16*>(a.q) + b * a.q_stride_batch + row * a.q_stride_row +
-                               (head * a.group + member) * a.q_stride_head + lane * kCount;
-            found[j][0].load(from);
-            found[j][1].load(from + kHalf);
+            load_query<S>(a, b, row, head, member, found[j]);
           }
         }
       };
