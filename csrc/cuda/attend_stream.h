@@ -26,9 +26,8 @@ class Stream {
       const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
       for (int j = 0; j < kLines; ++j) {
-        const auto page = static_cast<uint32_t>(min(max(entry_[j], int64_t{0}), static_cast<int64_t>(a.num_pages - 1)));
-        const bool seen = key_ + j * 32 + lane < end_;
-        at_[j] = seen ? page * a.stride_page + in_page_[j] * a.stride_slot : kNowhere;
+        const uint32_t place = entry_[j].place(a);
+        at_[j] = key_ + j * 32 + lane < end_ ? place : kNowhere;
       }
       const auto* from = static_cast<const bf16*>(a.k) + head_ * a.k_stride_head;
       from = opaque(from + warp / S::kSixteens * kAttendDepth + lane * 8);
@@ -37,7 +36,7 @@ class Stream {
       const uint32_t to = base_ + slot_ + lane * 16;
 #pragma unroll 8
       for (int i = 0; i < 16; ++i) {
-        copy_16((to ^ (i & 7) * 16) + i * 512, from, at, first % 32 + i);
+        copy_of_lane((to ^ (i & 7) * 16) + i * 512, from, at, first % 32 + i);
       }
     }
     end_push();
@@ -56,7 +55,7 @@ class Stream {
 #pragma unroll 8
         for (int i = 0; i < 32 / kRowsAtOnce; ++i) {
           const int above = kRowsAtOnce * i;
-          copy_16((to ^ (above & 7) * 16) + (j * 32 + above) * S::kColumns * 2, from, at_[j], above + row);
+          copy_of_lane((to ^ (above & 7) * 16) + (j * 32 + above) * S::kColumns * 2, from, at_[j], above + row);
         }
       }
       key_ += S::kKeys;
@@ -76,9 +75,7 @@ class Stream {
     for (int j = 0; j < kLines; ++j) {
       const unsigned mine = key_ + j * 32 + threadIdx.x % 32;
       if (mine < end_) {
-        const unsigned index = mine / static_cast<unsigned>(a.page_size);
-        in_page_[j] = mine - index * a.page_size;
-        entry_[j] = load_index(a.table, a.table_is_int64, units_.table() + index);
+        entry_[j].look_up(a, units_.table(), mine);
       }
     }
     end_push();
@@ -94,12 +91,6 @@ class Stream {
  private:
   static constexpr int kLines = S::kKeys / 32;  // keys of a tile that a lane knows the places of
 
-  // Of the key whose place lane `row` knows.
-  static __device__ __forceinline__ void copy_16(uint32_t to, const bf16* from, uint32_t at, int row) {
-    const uint32_t place = __shfl_sync(kAll, at, row);
-    copy_16_bytes(to, from + static_cast<uint64_t>(place) * 8, place == kNowhere ? 0 : 16);
-  }
-
   __device__ __forceinline__ void end_push() {
     commit_copies();
     slot_ = slot_ + kShareBytes == kRing * kShareBytes ? 0 : slot_ + kShareBytes;
@@ -112,9 +103,8 @@ class Stream {
   int count_ = 0;
   bool more_ = false, ended_ = false;
   unsigned key_ = 0, end_ = 0;  // of the unit that is asked for
-  int64_t entry_[kLines] = {};  // of the table, for a lane's keys of the next tile
-  uint32_t in_page_[kLines] = {};
-  uint32_t at_[kLines] = {};  // of a lane's keys of the tile, in both caches, in units of 8 elements
+  Entry entry_[kLines];         // of a lane's keys of the next tile
+  uint32_t at_[kLines] = {};    // of a lane's keys of the tile, in both caches, in units of 8 elements
 };
 
 }  // namespace

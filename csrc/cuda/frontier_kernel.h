@@ -39,23 +39,19 @@ __device__ __forceinline__ void copy_tiles(const Attend& a, FrontierShared& shar
   find();
   F::sync_all();
   unsigned key = unit.begin;
-  int64_t entry = 0;
-  uint32_t in_page = 0;
+  Entry entry;
   bool seen;
   const auto look_up = [&] {
     const unsigned mine = key + warp * kEach + lane % kEach;
     seen = unit.b >= 0 && mine < unit.end;
     if (seen) {
-      const unsigned index = mine / static_cast<unsigned>(a.page_size);
-      in_page = mine - index * a.page_size;
-      entry = load_index(a.table, a.table_is_int64, units.table() + index);
+      entry.look_up(a, units.table(), mine);
     }
   };
   look_up();
   Turn turn;
   while (unit.b >= 0) {
-    const auto page = static_cast<uint32_t>(min(max(entry, int64_t{0}), static_cast<int64_t>(a.num_pages - 1)));
-    const uint32_t at = seen ? page * a.stride_page + in_page * a.stride_slot : kNowhere;
+    const uint32_t place = entry.place(a), at = seen ? place : kNowhere;
     key += F::kKeys;
     if (key >= unit.end) {
       find();
@@ -72,9 +68,7 @@ __device__ __forceinline__ void copy_tiles(const Attend& a, FrontierShared& shar
       wait_for_phase(shared_address(&shared.empty[turn.stage]), turn.parity ^ 1);
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
-        const uint32_t place = __shfl_sync(kAll, at, i);
-        copy_16_bytes(to + i * 128 + ((lane ^ i) % 8) * 16, from + static_cast<uint64_t>(place) * 8,
-                      place == kNowhere ? 0 : 16);
+        copy_of_lane(to + i * 128 + ((lane ^ i) % 8) * 16, from, at, i);
       }
       arrive_with_copies(shared_address(&shared.full[turn.stage]));
       if (warp == 0 && lane == 0) {
