@@ -35,10 +35,14 @@ def ways(heads: tuple[int, int, int, int]) -> dict[str, tuple[int, int]]:
     return {names[way] + (", shared" if shared_by > 1 else ""): (way, shared_by) for way, shared_by in found}
 
 
+def has_frontiers() -> bool:
+    """Whether this GPU is one of those that serve FRONTIERS."""
+    return torch.cuda.is_available() and _attention.capability_of(torch.device("cuda")) == _attention.HOPPER
+
+
 def heads_here() -> list[tuple[int, int, int, int]]:
     """What this GPU's kernels serve."""
-    hopper = torch.cuda.is_available() and _attention.capability_of(torch.device("cuda")) == _attention.HOPPER
-    return [*HEADS, *FRONTIERS] if hopper else HEADS
+    return [*HEADS, *FRONTIERS] if has_frontiers() else HEADS
 
 
 def absent() -> str:

@@ -26,7 +26,7 @@ class Stream {
       const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
       for (int j = 0; j < kLines; ++j) {
-        const uint32_t place = entry_[j].place(a);
+        const uint32_t place = place_of(a, entry_[j], in_page_[j]);
         at_[j] = key_ + j * 32 + lane < end_ ? place : kNowhere;
       }
       const auto* from = static_cast<const bf16*>(a.k) + head_ * a.k_stride_head;
@@ -75,7 +75,7 @@ class Stream {
     for (int j = 0; j < kLines; ++j) {
       const unsigned mine = key_ + j * 32 + threadIdx.x % 32;
       if (mine < end_) {
-        entry_[j].look_up(a, units_.table(), mine);
+        look_up(a, units_.table(), mine, entry_[j], in_page_[j]);
       }
     }
     end_push();
@@ -103,8 +103,9 @@ class Stream {
   int count_ = 0;
   bool more_ = false, ended_ = false;
   unsigned key_ = 0, end_ = 0;  // of the unit that is asked for
-  Entry entry_[kLines];         // of a lane's keys of the next tile
-  uint32_t at_[kLines] = {};    // of a lane's keys of the tile, in both caches, in units of 8 elements
+  int64_t entry_[kLines] = {};  // of the table, for a lane's keys of the next tile
+  uint32_t in_page_[kLines] = {};
+  uint32_t at_[kLines] = {};  // of a lane's keys of the tile, in both caches, in units of 8 elements
 };
 
 }  // namespace

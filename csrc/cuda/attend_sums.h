@@ -97,7 +97,7 @@ __device__ __forceinline__ void fold_in(Fold<S, Averages>& into, const More& mor
         for (int slab = 0; slab < S::kSlabs; ++slab) {
           float& at = into.y.at(t, slab, k);
           const float y = more.y.at(t, slab, k);
-          at = first ? y : __fmaf_rn(at, k % 2 == 0 ? one.x : one.y, __fmul_rn(y, k % 2 == 0 ? two.x : two.y));
+          at = first ? y : fold_average(at, y, k % 2 == 0 ? Shrinks{one.x, two.x} : Shrinks{one.y, two.y});
         }
       }
     }

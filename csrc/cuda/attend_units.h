@@ -37,24 +37,19 @@ __device__ __forceinline__ int64_t load_index(const void* at, bool is_int64, int
   return is_int64 ? static_cast<const int64_t*>(at)[i] : static_cast<const int32_t*>(at)[i];
 }
 
-// Where a key lies: its entry of a page table, which is asked for before it is needed, and its slot in the page.
-struct Entry {
-  int64_t page = 0;
-  uint32_t slot = 0;
+// The table's entry of a key, of a request whose table begins there, and the key's slot in the page. It is asked for
+// before it is needed.
+__device__ __forceinline__ void look_up(const Attend& a, int64_t table, unsigned key, int64_t& entry, uint32_t& slot) {
+  const unsigned index = key / static_cast<unsigned>(a.page_size);
+  slot = key - index * a.page_size;
+  entry = load_index(a.table, a.table_is_int64, table + index);
+}
 
-  // Of a key of the request whose table begins there.
-  __device__ __forceinline__ void look_up(const Attend& a, int64_t table, unsigned key) {
-    const unsigned index = key / static_cast<unsigned>(a.page_size);
-    slot = key - index * a.page_size;
-    page = load_index(a.table, a.table_is_int64, table + index);
-  }
-
-  // In both caches, in units of 8 elements.
-  __device__ __forceinline__ uint32_t place(const Attend& a) const {
-    const auto found = static_cast<uint32_t>(min(max(page, int64_t{0}), static_cast<int64_t>(a.num_pages - 1)));
-    return found * a.stride_page + slot * a.stride_slot;
-  }
-};
+// Where that is in both caches, in units of 8 elements.
+__device__ __forceinline__ uint32_t place_of(const Attend& a, int64_t entry, uint32_t slot) {
+  const auto page = static_cast<uint32_t>(min(max(entry, int64_t{0}), static_cast<int64_t>(a.num_pages - 1)));
+  return page * a.stride_page + slot * a.stride_slot;
+}
 
 // 16 bytes of the key whose place that lane knows.
 __device__ __forceinline__ void copy_of_lane(uint32_t to, const bf16* from, uint32_t place, int lane) {

@@ -39,25 +39,26 @@ __device__ __forceinline__ void copy_tiles(const Attend& a, FrontierShared& shar
   find();
   F::sync_all();
   unsigned key = unit.begin;
-  Entry entry;
+  int64_t entry = 0;
+  uint32_t slot = 0;
   bool seen;
-  const auto look_up = [&] {
+  const auto look_ahead = [&] {
     const unsigned mine = key + warp * kEach + lane % kEach;
     seen = unit.b >= 0 && mine < unit.end;
     if (seen) {
-      entry.look_up(a, units.table(), mine);
+      look_up(a, units.table(), mine, entry, slot);
     }
   };
-  look_up();
+  look_ahead();
   Turn turn;
   while (unit.b >= 0) {
-    const uint32_t place = entry.place(a), at = seen ? place : kNowhere;
+    const uint32_t place = place_of(a, entry, slot), at = seen ? place : kNowhere;
     key += F::kKeys;
     if (key >= unit.end) {
       find();
       key = unit.begin;
     }
-    look_up();
+    look_ahead();
 #pragma unroll 1
     for (int part = 0; part < 2 + F::kSlabs; ++part) {
       const bool is_key = part < 2;

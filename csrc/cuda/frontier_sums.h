@@ -11,17 +11,11 @@ namespace {
 struct Best {
   float top[2] = {-INFINITY, -INFINITY}, total[2] = {};
 
-  // The sums of a chunk, complete, into the fold, and the factors of both's averages: the arithmetic of the merge.
-  __device__ __forceinline__ void take(const float (&new_top)[2], const float (&new_total)[2], float (&shrink)[2],
-                                       float (&new_shrink)[2]) {
+  // The sums of a chunk, complete, into the fold.
+  __device__ __forceinline__ void take(const Best& chunk, Shrinks (&shrinks)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float best = fmaxf(top[i], new_top[i]);
-      const float base = best == -INFINITY ? 0.0f : best;
-      shrink[i] = exp2_approx(top[i] - base);
-      new_shrink[i] = exp2_approx(new_top[i] - base);
-      total[i] = __fmaf_rn(total[i], shrink[i], __fmul_rn(new_total[i], new_shrink[i]));
-      top[i] = best;
+      shrinks[i] = fold_sums(top[i], total[i], chunk.top[i], chunk.total[i]);
     }
   }
 };
@@ -137,14 +131,13 @@ struct FrontierSums {
 
   // A chunk, complete, into the fold that the warp has in registers of its own; nothing is left of it.
   __device__ __forceinline__ void fold_into(Best& all_best, FrontierAverages<F>& all) {
-    float shrink[2], new_shrink[2];
-    all_best.take(best.top, best.total, shrink, new_shrink);
+    Shrinks shrinks[2];
+    all_best.take(best, shrinks);
 #pragma unroll
     for (int h = 0; h < F::kSlabs; ++h) {
 #pragma unroll
       for (int j = 0; j < 64; ++j) {
-        const int i = j / 2 % 2;
-        all.y[h][j] = __fmaf_rn(all.y[h][j], shrink[i], __fmul_rn(averages.y[h][j], new_shrink[i]));
+        all.y[h][j] = fold_average(all.y[h][j], averages.y[h][j], shrinks[j / 2 % 2]);
       }
     }
     clear();
@@ -154,7 +147,7 @@ struct FrontierSums {
   // it. Both warps take the same way, as those who wait for products have to.
   __device__ __forceinline__ void hand_over(FrontierShared& shared, int pair, bool is_fold, Best& all_best) {
     const int lane = threadIdx.x % 32;
-    float shrink[2], new_shrink[2];
+    Shrinks shrinks[2];
 #pragma unroll
     for (int h = 0; h < F::kSlabs; ++h) {
       float (&y)[64] = averages.y[h];
@@ -171,8 +164,7 @@ struct FrontierSums {
       F::sync_pair(pair);
       if (h == 0) {
         const float4 handed = shared.handed[pair][lane];
-        const float new_top[2] = {handed.x, handed.y}, new_total[2] = {handed.z, handed.w};
-        all_best.take(new_top, new_total, shrink, new_shrink);
+        all_best.take({{handed.x, handed.y}, {handed.z, handed.w}}, shrinks);
         best = {};
       }
 #pragma unroll
@@ -184,7 +176,7 @@ struct FrontierSums {
         const float more[4] = {found.x, found.y, found.z, found.w};
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          const float sum = __fmaf_rn(y[i * 4 + k], shrink[k / 2], __fmul_rn(more[k], new_shrink[k / 2]));
+          const float sum = fold_average(y[i * 4 + k], more[k], shrinks[k / 2]);
           y[i * 4 + k] = is_fold ? sum : 0.0f;
         }
       }

@@ -11,16 +11,11 @@ namespace mtp::cuda {
 // The arithmetic of a fold is that of the kernel that folds its chunks itself.
 __device__ __forceinline__ void fold_in(float& top, float& total, float (&y)[4], float new_top, float new_total,
                                         const float4& more) {
-  const float best = fmaxf(top, new_top);
-  const float base = best == -INFINITY ? 0.0f : best;
-  const float shrink = exp2_approx(top - base);
-  const float new_shrink = exp2_approx(new_top - base);
-  total = __fmaf_rn(total, shrink, __fmul_rn(new_total, new_shrink));
-  y[0] = __fmaf_rn(y[0], shrink, __fmul_rn(more.x, new_shrink));
-  y[1] = __fmaf_rn(y[1], shrink, __fmul_rn(more.y, new_shrink));
-  y[2] = __fmaf_rn(y[2], shrink, __fmul_rn(more.z, new_shrink));
-  y[3] = __fmaf_rn(y[3], shrink, __fmul_rn(more.w, new_shrink));
-  top = best;
+  const Shrinks shrinks = fold_sums(top, total, new_top, new_total);
+  y[0] = fold_average(y[0], more.x, shrinks);
+  y[1] = fold_average(y[1], more.y, shrinks);
+  y[2] = fold_average(y[2], more.z, shrinks);
+  y[3] = fold_average(y[3], more.w, shrinks);
 }
 
 // The keys of a row's request.

@@ -87,14 +87,6 @@ constexpr int kPatience = 64;  // turns of the other threads: enough for copies 
 
 inline bool is_hasty() { return block.x % 2 == 1; }
 
-inline void add(Warpgroup& mine) {
-  mine.groups.back().push_back(mine.made);
-  if (is_hasty()) {
-    make(mine.groups.back().back());
-    mine.groups.back().pop_back();
-  }
-}
-
 // Once all threads of the warpgroup are there, the last of them does `what`.
 template <class What>
 void together(What what) {
@@ -103,6 +95,19 @@ void together(What what) {
     what(mine);
   }
   wait(mine.barrier);
+}
+
+// The product whose y, and a where it comes from registers, all threads have told.
+inline void issue(uint64_t a, uint64_t b, int columns, bool add, bool from_registers) {
+  together([=](Warpgroup& mine) {
+    mine.made.a = a, mine.made.b = b, mine.made.columns = columns, mine.made.add = add;
+    mine.made.from_registers = from_registers;
+    if (is_hasty()) {
+      make(mine.made);
+    } else {
+      mine.groups.back().push_back(mine.made);
+    }
+  });
 }
 
 }  // namespace emulated
@@ -181,10 +186,7 @@ inline uint64_t advance(uint64_t operand, uint32_t bytes) { return operand + byt
 
 inline void multiply_64x64(float (&y)[32], uint64_t a, uint64_t b, bool add) {
   emulated::warpgroup().made.y[threadIdx.x % 128] = y;
-  emulated::together([=](emulated::Warpgroup& mine) {
-    mine.made.a = a, mine.made.b = b, mine.made.columns = 64, mine.made.add = add, mine.made.from_registers = false;
-    emulated::add(mine);
-  });
+  emulated::issue(a, b, 64, add, false);
 }
 
 inline void multiply_64x128(float (&y)[64], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b) {
@@ -192,10 +194,7 @@ inline void multiply_64x128(float (&y)[64], uint32_t a0, uint32_t a1, uint32_t a
   made.y[threadIdx.x % 128] = y;
   uint32_t* a = made.a_words[threadIdx.x % 128];
   a[0] = a0, a[1] = a1, a[2] = a2, a[3] = a3;
-  emulated::together([=](emulated::Warpgroup& mine) {
-    mine.made.b = b, mine.made.columns = 128, mine.made.add = true, mine.made.from_registers = true;
-    emulated::add(mine);
-  });
+  emulated::issue(0, b, 128, true, true);
 }
 
 }  // namespace mtp::cuda

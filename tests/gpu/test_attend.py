@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from attend_cases import HEADS, LENGTHS, OPTIONS, absent, heads_here, made, ways
+from attend_cases import LENGTHS, OPTIONS, absent, has_frontiers, heads_here, made, ways
 from attention_cases import check_call
 from harness import assert_same_bits, call, forced
 from pairwise import pairwise
@@ -17,7 +17,7 @@ from mtp_kernels import _attention
 OP, IMPLEMENTATION = "draft_attention", "cuda"
 pytestmark = pytest.mark.skipif(bool(absent()), reason=absent() or "runs")
 
-TREES = (("12B", 4), ("26B-A4B", 4), ("31B", 4), ("31B", 8), ("12B", 2))  # Hopper's
+TREES = (("12B", 4), ("26B-A4B", 4), ("31B", 4), ("31B", 8), ("12B", 2))  # and rows
 
 
 def real_cases() -> list[AttentionCase]:
@@ -26,7 +26,7 @@ def real_cases() -> list[AttentionCase]:
         "layer": [
             *(("full_attention", *one) for one in (("E4B", 1), ("E4B", 2), ("E2B", 1), ("E2B", 3), ("E2B", 4))),
             ("full_attention", "12B", 1),
-            *(("full_attention", *one) for one in TREES if heads_here() != HEADS),
+            *(("full_attention", *one) for one in TREES if has_frontiers()),
             *((SLIDING, *one) for one in (("12B", 1), ("26B-A4B", 3), ("31B", 1), ("31B", 4))),
         ],  # and rows
         "context": (*CONTEXTS, 2049),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from attend_cases import HEADS, absent, heads_here, made, ways
+from attend_cases import absent, has_frontiers, made, ways
 from attention_cases import GARBAGE, LAYOUTS, move, naive, options
 from attention_cases import problem as attention_problem
 from harness import call, check_numerics, forced, random_tensor
@@ -83,7 +83,7 @@ def test_attention_with_garbage_behind(layout: str, fp8: bool, flat: bool) -> No
 
 
 HEADS_BY_CUDA = [(512, 1, 4, 2), (512, 2, 4, 2), (512, 1, 16, 1), (512, 3, 3, 1), (256, 1, 8, 4), (256, 4, 4, 4)]
-HEADS_BY_CUDA += [heads for heads in ((512, 4, 8, 1), (512, 4, 16, 1)) if heads_here() != HEADS]  # Hopper's
+HEADS_BY_CUDA += [(512, 4, 8, 1), (512, 4, 16, 1)] if has_frontiers() else []
 
 
 @pytest.mark.skipif(bool(absent()), reason=absent() or "runs")
