@@ -20,11 +20,9 @@ from .triton_ops import draft_attention as triton_attention
 from .triton_ops._launch import Launch, count_sms
 from .triton_ops._launch import capability as capability_of
 
-# Rows times query heads of a KV head, from and to, by head_dim: of attend.cu, and of frontier.cu, which is Hopper's. Of
-# 8 and head_dim 512 (26B-A4B, 31B) the former was no faster than Triton's: microseconds on an H200, 8 x 8192 and
-# 64 x 4096, of 31B 131.4 and 529, Triton 132.7 and 507.
-QUERIES = {256: ((1, 8),), 512: ((1, 4), (9, 16))}
-FRONTIER = {256: (), 512: ((17, 64),)}
+# The most rows times query heads of a KV head, by head_dim: of attend.cu, and of frontier.cu, which is Hopper's.
+QUERIES = {256: 8, 512: 16}
+FRONTIER = {512: 64}
 # Of head_dim 256. Microseconds of a step of E4B (2 KV heads) on an H200 by this kernel and by Triton's: 1 x 8192 68.9
 # and 66.1, 8 x 8192 144.2 and 141.0, 64 x 4096 435.9 and 444.0; of 31B (16) 64 x 4096 1631 and 1674, 1 x 1024 303.4 and
 # 303.0.
@@ -55,10 +53,11 @@ def refuses(
         return f"head_dim {q.size(3)} is neither of {', '.join(map(str, QUERIES))}"
     if any(t.dtype != torch.bfloat16 for t in (q, k_cache, v_cache)):
         return "q and caches are not bf16"
-    served = (*QUERIES[q.size(3)], *(FRONTIER[q.size(3)] if found == HOPPER else ()))
-    if not any(first <= queries <= last for first, last in served):
-        ranges = " or ".join(f"{first} to {last}" for first, last in served)
-        return f"{queries} queries of a KV head are not {ranges}"
+    most = QUERIES[q.size(3)]
+    if found == HOPPER:
+        most = max(most, FRONTIER.get(q.size(3), 0))
+    if queries > most:
+        return f"{queries} queries of a KV head are more than {most}"
     if q.size(3) == 256 and k_cache.size(2) < LEAST_KV_HEADS:
         return f"{k_cache.size(2)} KV heads of 256 elements are fewer than {LEAST_KV_HEADS}"
     if logits_soft_cap > 0:
@@ -116,7 +115,7 @@ def _launches(
     queries = rows * (num_qo_heads // num_kv_heads)
     c = config(head_dim, rows, num_qo_heads, num_kv_heads, capability)
     chunks, keys = triton_attention.count_chunks(bound, c), triton_attention.most_keys_a_chunk(bound, c)
-    chunks_a_part, column_blocks = spread(batch * num_kv_heads, chunks, keys, queries, sms, c.fold)
+    chunks_a_part, column_blocks = spread(batch * num_kv_heads, chunks, keys, queries, sms, c)
     parts = -(-chunks // chunks_a_part)
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     heads = batch * rows * num_qo_heads
@@ -143,7 +142,11 @@ def config(head_dim: int, rows: int, num_qo_heads: int, num_kv_heads: int, capab
 
     Chunks are short, as a block has many of them. An SM has room for two blocks of few queries, which is faster than
     one with twice the memory: microseconds on an H200 of E4B, 8 x 8192 and 64 x 4096, 75.1 and 264.1 with one, 73.4 and
-    252.3 with two.
+    252.3 with two; of 31B (8 queries), 8 x 8192 and 1 x 65536, 134.8 and 134.6 with one, 127.9 and 128.5 with two.
+
+    The chunk_weight of 8 queries, 4 KV heads (31B): 8 x 8192, 1 x 8192 and 64 x 4096 (in one fold a part) 127.8, 25.8
+    and 519 with 0.5, 127.9, 26.1 and 509 with 2. 2 KV heads (26B-A4B): 8 x 8192 73.4 with 2, of which there are too few
+    folds for all blocks; in folds half as long, as 0.5 makes them, 69.9.
 
     A frontier's parts are large, and one request alone should still give as many blocks as there are SMs. Microseconds
     of four rows, 1 x 8192 and 8 x 8192, with chunk_weight 2 (chunks of 128 keys) and 4 (256 keys): 31B (4 KV heads) 39,
@@ -160,20 +163,28 @@ def config(head_dim: int, rows: int, num_qo_heads: int, num_kv_heads: int, capab
     else:
         fold, max_chunks = 8, max(8, triton_attention.power_of_two(256 // max(2, num_kv_heads)))
     keys = 32 if few and head_dim == 512 else 64  # of a tile; a chunk has whole tiles
-    return replace(c, block_n=keys, chunk_weight=0.5, fold=fold, max_chunks=max_chunks, an_sm=2 if few else 1)
+    weight = 2.0 if head_dim == 512 and 4 < queries <= 8 and num_kv_heads > 2 else 0.5
+    return replace(c, block_n=keys, chunk_weight=weight, fold=fold, max_chunks=max_chunks, an_sm=2 if few else 1)
 
 
 @lru_cache(maxsize=4096)
-def spread(blocks: int, chunks: int, keys: int, queries: int, sms: int, fold: int) -> tuple[int, int]:
+def spread(
+    blocks: int, chunks: int, keys: int, queries: int, sms: int, c: triton_attention.Config
+) -> tuple[int, int]:
     """Chunks of so many keys a part, and blocks that share its columns of values. Takes the fastest way.
 
     None changes a bit. Time, in keys: those of the SM that has the most parts, and START, times all that is moved,
-    parts beside keys. Microseconds on an H200, 12B's full layer, 64 x 4096: 143.2 in two folds a part, 146.0 in one.
+    parts beside keys; but of two folds a part there are to be enough for all blocks of an SM. Microseconds on
+    an H200 in one fold a part and in two: 64 x 4096, 12B 146.0 and 143.2, 26B-A4B 272 and 264, 31B 536 and 519; where
+    half of the blocks would have no part, 31B 8 x 8192, 134.6 and 154.7.
     """
     found = []
-    for way, shared_by in ways(chunks, queries, fold):
+    for way, shared_by in ways(chunks, queries, c):
         chunks_a_part = min(way, chunks)
-        each = -(-blocks * shared_by * -(-chunks // chunks_a_part) // sms)
+        n = blocks * shared_by * -(-chunks // chunks_a_part)
+        if way > c.fold and n <= sms * (c.an_sm - 1):
+            continue
+        each = -(-n // sms)
         # A part is written and read in fp32, 4 bytes an element of a query; a key has two vectors of 2 bytes, of which
         # two blocks read one and a half each.
         moved = (3 / 4 if shared_by == 2 else 1) + 2 * queries / (keys * chunks_a_part * shared_by)
@@ -181,8 +192,9 @@ def spread(blocks: int, chunks: int, keys: int, queries: int, sms: int, fold: in
     return min(found)[1:]
 
 
-def ways(chunks: int, queries: int, fold: int) -> list[tuple[int, int]]:
+def ways(chunks: int, queries: int, c: triton_attention.Config) -> list[tuple[int, int]]:
     """What there are kernels for: chunks of a part, which are one, a fold or two, and blocks that share it."""
     if queries > 32:
-        return [(1, 1), (1, 2), *[(fold, 2)] * (chunks > 1)]
-    return [(1, 1), *[(fold, 1)] * (chunks > 1), *[(2 * fold, 1)] * (chunks > fold and 8 < queries <= 16)]
+        return [(1, 1), (1, 2), *[(c.fold, 2)] * (chunks > 1)]
+    two = chunks > c.fold and c.head_dim == 512 and 4 < queries <= 16
+    return [(1, 1), *[(c.fold, 1)] * (chunks > 1), *[(2 * c.fold, 1)] * two]

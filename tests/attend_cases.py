@@ -10,11 +10,12 @@ from attention_cases import OP, options, problem
 from mtp_kernels import _attention
 from mtp_kernels.ops import OPS
 
-# head_dim, rows, query heads and KV heads: of the checkpoints, trees, and others; tiles of 8 queries and of 16. And of
-# 64, for Hopper.
+# head_dim, rows, query heads and KV heads: of the checkpoints, trees, and others; up to 4 queries, to 8 and to 16. And
+# to 64, for Hopper.
 HEADS = [
     (512, 1, 4, 2), (256, 1, 8, 4), (512, 1, 4, 1), (512, 1, 16, 1), (256, 4, 8, 4), (512, 2, 4, 2), (512, 3, 4, 4),
     (512, 4, 4, 1), (256, 3, 4, 4), (512, 1, 6, 2), (512, 5, 2, 1), (256, 1, 28, 4), (512, 2, 10, 2), (512, 3, 3, 1),
+    (512, 1, 32, 4), (512, 4, 4, 2), (512, 3, 2, 1),
 ]
 FRONTIERS = [(512, 4, 32, 4), (512, 4, 16, 1), (512, 9, 4, 2), (512, 1, 17, 1), (512, 64, 2, 2), (512, 2, 60, 2)]
 LENGTHS = [[1], [33, 0, 64], [513, 1, 300], [*[40] * 5, *[0] * 30, 200, 7]]
@@ -29,9 +30,9 @@ OPTIONS: list[dict[str, Any]] = [
 
 def ways(heads: tuple[int, int, int, int]) -> dict[str, tuple[int, int]]:
     """Chunks of a part, and blocks that share it, by what it is."""
-    fold, (_, rows, query_heads, kv_heads) = _attention.config(*heads, 90).fold, heads
-    found = _attention.ways(1000, rows * (query_heads // kv_heads), fold)
-    names = {1: "chunks", fold: "folds", 2 * fold: "two folds"}
+    c, (_, rows, query_heads, kv_heads) = _attention.config(*heads, 90), heads
+    names = {1: "chunks", c.fold: "folds", 2 * c.fold: "two folds"}
+    found = _attention.ways(1000, rows * (query_heads // kv_heads), c)
     return {names[way] + (", shared" if shared_by > 1 else ""): (way, shared_by) for way, shared_by in found}
 
 

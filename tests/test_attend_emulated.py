@@ -124,7 +124,7 @@ def test_against_fp64(
 
 @pytest.mark.parametrize(
     ("heads", "each"),
-    [(h, each) for h in (*(HEADS[i] for i in (0, 2, 3, 4, 5, 13)), *FRONTIERS[:3]) for each in ways(h)],
+    [(h, each) for h in (*(HEADS[i] for i in (0, 2, 3, 4, 5, 13, 14, 16)), *FRONTIERS[:3]) for each in ways(h)],
     ids=str,
 )
 def test_the_same_bits_in_any_number_of_blocks(
@@ -143,10 +143,12 @@ def test_the_same_bits_in_any_number_of_blocks(
             assert_same_bits(one, two)
 
 
-def test_two_folds_are_those_that_the_merge_makes(emulate: Emulate, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("heads", "longest"), [((512, 1, 16, 1), 1100), ((512, 4, 4, 2), 600)], ids=str)
+def test_two_folds_are_those_that_the_merge_makes(
+    heads: tuple[int, int, int, int], longest: int, emulate: Emulate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neighbours, by the arithmetic of triton_ops/_attention_merge.py."""
-    heads = (512, 1, 16, 1)
-    args, kwargs = made(heads, [1100, 513, 64, 0], "cpu", page_size=16)
+    args, kwargs = made(heads, [longest, 513, 64, 0], "cpu", page_size=16)
     left = {}
     for each, way in ways(heads).items():
         monkeypatch.setattr(_attention, "spread", lambda *_, way=way: way)

@@ -46,13 +46,14 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, {}, ""),
         ({"heads": OF_12B, "layout": "HND"}, {"q_norm_weight": torch.empty(512, dtype=torch.bfloat16)}, ""),
         ({"rows": 2}, {"window_left": 5}, ""),
-        ({"rows": 4}, {}, "8 queries of a KV head are not 1 to 4 or 9 to 16 or 17 to 64"),
+        ({"rows": 4}, {}, ""),
+        ({"heads": FULL_31B}, {"capability": 100}, ""),
         ({"heads": OF_12B, "rows": 2}, {}, ""),
         ({"heads": OF_12B, "rows": 4}, {}, ""),
-        ({"heads": OF_12B, "rows": 5}, {}, "80 queries of a KV head are not 1 to 4 or 9 to 16 or 17 to 64"),
-        ({"heads": OF_12B, "rows": 2}, {"capability": 100}, "32 queries of a KV head are not 1 to 4 or 9 to 16"),
+        ({"heads": OF_12B, "rows": 5}, {}, "80 queries of a KV head are more than 64"),
+        ({"heads": OF_12B, "rows": 2}, {"capability": 100}, "32 queries of a KV head are more than 16"),
         ({"head_dim": 256, "heads": OF_31B, "rows": 4}, {"window_left": 511}, ""),
-        ({"head_dim": 256, "heads": OF_31B, "rows": 5}, {}, "10 queries of a KV head are not 1 to 8"),
+        ({"head_dim": 256, "heads": OF_31B, "rows": 5}, {}, "10 queries of a KV head are more than 8"),
         ({"head_dim": 256}, {}, "2 KV heads of 256 elements are fewer than 4"),
         ({"head_dim": 128}, {}, "head_dim 128 is neither of 256, 512"),
         ({"dtype": torch.float16}, {}, "q and caches are not bf16"),
@@ -125,9 +126,10 @@ def test_the_frontier_of_a_tree(
 @pytest.mark.parametrize("queries", range(17, 65))
 def test_a_frontier_has_its_kernels(queries: int) -> None:
     """Folds have registers: two blocks share them, or there are 32 queries at most."""
-    found = _attention.ways(100, queries, 4)
+    c = _attention.config(512, queries, 1, 1, 90)
+    found = _attention.ways(100, queries, c)
     assert (1, 1) in found and all(way == 1 or shared_by == 2 or queries <= 32 for way, shared_by in found)
-    assert any(way == 4 for way, _ in found)
+    assert {way for way, _ in found} == {1, c.fold}
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -141,7 +143,7 @@ def test_there_are_parts_enough(heads: tuple[int, int], context: int, head_dim: 
         arguments = call(heads, batch, rows, context, head_dim=head_dim)
         if why := _attention.refuses(*arguments, capability=90):
             queries = rows * heads[0] // heads[1]
-            assert "KV head" in why and ((head_dim == 256 and (queries > 8 or heads[1] < 4)) or 5 <= queries <= 8)
+            assert "KV head" in why and head_dim == 256 and (queries > 8 or heads[1] < 4)
             continue
         (main, last), _ = _attention.plan(*arguments, capability=90, sms=132)
         args, multiple = main.args, last.constants["MULTIPLE"]
@@ -156,14 +158,18 @@ def test_there_are_parts_enough(heads: tuple[int, int], context: int, head_dim: 
 
 def test_the_same_chunks_for_any_batch() -> None:
     """What a row's bits follow is not what its neighbours are."""
-    for heads, keys in ((E4B, 32), (E2B, 32), (OF_12B, 64)):
+    for heads, keys, weight in ((E4B, 32, 0.5), (E2B, 32, 0.5), (OF_12B, 64, 0.5), (FULL_31B, 32, 2.0)):
         c = _attention.config(512, 1, *heads, 90)
-        assert (c.block_n, c.chunk_weight) == (keys, 0.5) and c.fold in (4, 8)
-        assert _attention.spread(2, 128, 64, 2, 132, c.fold) == (1, 1)
-        assert _attention.spread(128, 128, 64, 2, 132, c.fold) == (c.fold, 1)
-    assert _attention.spread(8, 1, 32, 2, 132, 8) == (1, 1)
-    for batch, chunks, each in ((1, 128, 1), (8, 128, 8), (64, 64, 16), (132, 8, 8)):  # of 12B, two folds where it can
-        assert _attention.spread(batch, chunks, 64, 16, 132, 8) == (each, 1)
+        assert (c.block_n, c.chunk_weight) == (keys, weight) and c.fold in (4, 8)
+        assert _attention.spread(2, 128, 64, 2, 132, c) == (1, 1)
+        assert _attention.spread(128, 128, 64, 2, 132, c) == (c.fold, 1)
+    assert _attention.spread(8, 1, 32, 2, 132, c) == (1, 1)
+    c = _attention.config(512, 1, *OF_12B, 90)  # two folds where it can
+    for batch, chunks, each in ((1, 128, 1), (8, 128, 8), (64, 64, 16), (132, 8, 8)):
+        assert _attention.spread(batch, chunks, 64, 16, 132, c) == (each, 1)
+    c = _attention.config(512, 1, *FULL_31B, 90)  # and where no block would be without a part
+    for batch, chunks, keys, each in ((1, 64, 128, 1), (8, 64, 128, 8), (16, 64, 128, 16), (64, 43, 96, 16)):
+        assert _attention.spread(4 * batch, chunks, keys, 8, 132, c) == (each, 1)
 
 
 @pytest.mark.parametrize("reason", ["no library", "q at an odd place", "no key"])

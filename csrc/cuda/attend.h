@@ -8,8 +8,7 @@ namespace mtp::cuda {
 
 // Queries of a KV head, rows times heads, that are served: by attend_kernel.h,
 constexpr bool attends(int head_dim, int64_t queries) {
-  return (head_dim == 256 && queries >= 1 && queries <= 8) ||
-         (head_dim == 512 && ((queries >= 1 && queries <= 4) || (queries >= 9 && queries <= 16)));
+  return queries >= 1 && ((head_dim == 256 && queries <= 8) || (head_dim == 512 && queries <= 16));
 }
 
 // and by frontier_kernel.h.

@@ -43,22 +43,19 @@ struct AttendShared {
 
 enum class Part { kChunk, kFold, kTwoFolds };
 
-// Rows for which no warp waits, where there are registers for that.
-template <class S, Part kPart>
+// Four warps share the turns of a row that is the only one, for which they wait for each other; else each has its own.
+template <class S>
 __device__ __forceinline__ void load(const Attend& a, int b, int head, bool waits, AttendShared<S>& shared) {
-  if constexpr (S::kTiles == 2 && kPart == Part::kChunk) {
-    if (a.rows > 1) {
-      load_rows<S>(a, b, head, waits, shared);
-      S::sync();
-      return;
-    }
+  if (S::kTiles == 1 && a.rows == 1) {
+    load_queries<S>(a, b, head, waits, shared);
+  } else {
+    load_rows<S>(a, b, head, waits, shared);
+    S::sync();
   }
-  load_queries<S>(a, b, head, waits, shared);
 }
 
-// Registers: beside a segment's block an SM has 176 for each of 128 threads.
 template <class S, Part kPart>
-__global__ void __maxnreg__(S::kTiles == 1 ? 176 : 255) attend(const __grid_constant__ Attend a) {
+__global__ void __maxnreg__(S::kRegisters) attend(const __grid_constant__ Attend a) {
   constexpr int kTiles = S::kTiles, kKeys = S::kKeys;
   constexpr bool kFolds = kPart != Part::kChunk, kTwoFolds = kPart == Part::kTwoFolds;
   constexpr int kHeld = kTwoFolds ? 0 : 1;  // tiles of queries that are in registers: there is no room for more
@@ -104,7 +101,7 @@ __global__ void __maxnreg__(S::kTiles == 1 ? 176 : 255) attend(const __grid_cons
         }
         if (unit->b != of) {
           of = unit->b;
-          load<S, kPart>(a, of, head, tile == 0, shared);
+          load<S>(a, of, head, tile == 0, shared);
 #pragma unroll
           for (int pair = 0; pair < kSteps / 2 * kHeld; ++pair) {
             load_matrices(q[pair], query_at + pair * 64);
@@ -246,13 +243,13 @@ __global__ void __maxnreg__(S::kTiles == 1 ? 176 : 255) attend(const __grid_cons
 }
 
 // `use` gets the kernel that serves a launch, its threads and its bytes of shared memory: an SM has room for two blocks
-// of 8 queries, or one of 16. Two folds a part are served for 16 queries.
+// of 8 queries, or one of 16. Two folds a part are served for more than 4 queries of heads of 512.
 template <class Use>
 auto with_kernel(const Attend& a, Use use) {
   const auto of = [&](auto shape) {
     using S = decltype(shape);
     const int bytes = static_cast<int>(sizeof(AttendShared<S>));
-    if constexpr (S::kTiles == 2) {
+    if constexpr (!S::kBesideSegments) {
       if (a.folds_a_part == 2) {
         return use(attend<S, Part::kTwoFolds>, S::kThreads, bytes);
       }
@@ -260,9 +257,11 @@ auto with_kernel(const Attend& a, Use use) {
     return a.chunks_a_part > 1 ? use(attend<S, Part::kFold>, S::kThreads, bytes)
                                : use(attend<S, Part::kChunk>, S::kThreads, bytes);
   };
-  return a.head_dim == 256      ? of(Shape<256, 4, 1>())
-         : a.rows * a.group > 8 ? of(Shape<512, 8, 2>())
-                                : of(Shape<512, 4, 1>());
+  const int queries = a.rows * a.group;
+  return a.head_dim == 256 ? of(Shape<256, 4, 8>())
+         : queries <= 4    ? of(Shape<512, 4, 4>())
+         : queries <= 8    ? of(Shape<512, 4, 8>())
+                           : of(Shape<512, 8, 16>());
 }
 
 }  // namespace

@@ -106,7 +106,7 @@ void attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor
                   "attend: chunks that are not served");
   STD_TORCH_CHECK(
       frontier ? folds_a_part == 1 && (chunks_a_part == 1 || column_blocks == 2 || queries <= 32)
-               : folds_a_part == 1 || (folds_a_part == 2 && chunks_a_part % 2 == 0 && head_dim == 512 && queries > 8),
+               : folds_a_part == 1 || (folds_a_part == 2 && chunks_a_part % 2 == 0 && head_dim == 512 && queries > 4),
       "attend: folds that are not served");
   a.bound = static_cast<int>(bound);
   a.chunk_weight = static_cast<float>(chunk_weight);

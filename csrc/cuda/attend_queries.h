@@ -25,14 +25,44 @@ __device__ __forceinline__ float2 sine_and_cosine(float x) {
   return make_float2(sine, cosine);
 }
 
+__device__ __forceinline__ float position_of(const Attend& a, int b, int row) {
+  return static_cast<float>(
+      load_index(a.positions, a.positions_are_int64, b * a.position_stride_batch + row * a.position_stride));
+}
+
 // How a row turns, for all warps.
 template <class S, class Shared>
 __device__ __forceinline__ void make_turns(const Attend& a, int b, int row, Shared& shared) {
-  const auto position = static_cast<float>(
-      load_index(a.positions, a.positions_are_int64, b * a.position_stride_batch + row * a.position_stride));
+  const float position = position_of(a, b, row);
 #pragma unroll 1
   for (int pair = threadIdx.x; pair < S::kDim / 2; pair += S::kThreads) {
     shared.turns[pair] = pair < a.num_pairs ? sine_and_cosine(position * a.freq[pair]) : make_float2(0.0f, 1.0f);
+  }
+}
+
+// The same for a warp: the turns of a lane's own pairs, lane * kCount and so on. The lanes share the sines of 32
+// neighbours, so that few pairs take few of them.
+template <int kCount>
+__device__ __forceinline__ void find_turns(const Attend& a, float position, float2 (&turns)[kCount]) {
+  const int lane = lane_anew();
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    turns[i] = make_float2(0.0f, 1.0f);
+  }
+  float freq = lane < a.num_pairs ? a.freq[lane] : 0.0f;
+#pragma unroll 1
+  for (int first = 0; first < a.num_pairs; first += 32) {
+    const int ahead = first + 32 + lane;
+    const float next = ahead < a.num_pairs ? a.freq[ahead] : 0.0f;
+    const float2 one = sine_and_cosine(position * freq);
+    const bool mine = lane * kCount / 32 == first / 32;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int from = (lane * kCount + i) % 32;
+      const float2 found = make_float2(__shfl_sync(kAll, one.x, from), __shfl_sync(kAll, one.y, from));
+      turns[i] = mine ? found : turns[i];
+    }
+    freq = next;
   }
 }
 
@@ -190,14 +220,13 @@ __device__ __forceinline__ void load_queries(const Attend& a, int b, int head, b
   S::sync();
 }
 
-// The same for several rows, by eight warps of which none waits for another: few rows are shared by several. All are to
+// The same for several rows, by warps of which none waits for another: few rows are shared by several. All are to
 // wait for each other after it.
 template <class S, class Shared>
 __device__ __forceinline__ void load_rows(const Attend& a, int b, int head, bool waits, Shared& shared) {
-  static_assert(S::kWarps == 8);
   constexpr int kCount = S::kDim / 64, kEach = 2;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int sharing = a.rows > 4 ? 1 : a.rows > 2 ? 2 : S::kWarps / a.rows;  // warps a row
+  const int warp = threadIdx.x / 32;
+  const int sharing = a.rows > S::kWarps / 2 ? 1 : a.rows > S::kWarps / 4 ? 2 : S::kWarps / a.rows;  // warps a row
   Elements<kCount> norm[2] = {};
   load_norm(a, norm);
   S::sync();  // what was there before is read until here
@@ -220,17 +249,7 @@ __device__ __forceinline__ void load_rows(const Attend& a, int b, int head, bool
         load();
       }
       if (a.freq != nullptr && first < sharing) {
-        const auto position = static_cast<float>(
-            load_index(a.positions, a.positions_are_int64, b * a.position_stride_batch + row * a.position_stride));
-#pragma unroll 1
-        for (int i = 0; i < kCount; ++i) {  // in one place of the program
-          const int pair = lane * kCount + i;
-          const float2 one = pair < a.num_pairs ? sine_and_cosine(position * a.freq[pair]) : make_float2(0.0f, 1.0f);
-#pragma unroll
-          for (int k = 0; k < kCount; ++k) {
-            turns[k] = k == i ? one : turns[k];
-          }
-        }
+        find_turns(a, position_of(a, b, row), turns);
       }
       if (waits) {
         wait_for_others();

@@ -15,9 +15,9 @@ constexpr uint32_t kNowhere = 0xffffffff;  // of a key that nobody sees, whose c
 
 // How a block's warps share a tile. Of keys each has 16, and of their depth 256 columns; of values all keys, and some
 // of the columns. kTiles: of 8 queries.
-template <int dim, int warps, int tiles>
+template <int dim, int warps, int queries>
 struct Shape {
-  static constexpr int kDim = dim, kWarps = warps, kTiles = tiles;
+  static constexpr int kDim = dim, kWarps = warps, kTiles = (queries + 7) / 8;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kDepths = kDim / kAttendDepth;  // that share the depth of a key,
   static constexpr int kSixteens = kWarps / kDepths;   // and that share the keys
@@ -27,8 +27,11 @@ struct Shape {
   static constexpr int kSlabs = kColumns / 16;
   static constexpr int kQueries = 8 * kTiles;
   static constexpr int kColumnBlocks = 1;
-  // Folds of few queries lie where these were, which are in registers then: those would not hold both.
-  static constexpr int kFoldsInShared = kDim == 512 && kTiles == 1 ? 4 : 0;
+  // Two blocks on an SM beside a segment's have so many registers a thread. Folds then lie where the queries were,
+  // which are in registers: those would not hold both.
+  static constexpr bool kBesideSegments = kDim == 256 || queries <= 4;
+  static constexpr int kRegisters = kBesideSegments ? 176 : 255;
+  static constexpr int kFoldsInShared = kBesideSegments && kDim == 512 ? queries : 0;
 
   static __device__ __forceinline__ void sync() { __syncthreads(); }
 };

@@ -33,6 +33,13 @@ __device__ __forceinline__ const T* opaque(const T* x) {
   return x;
 }
 
+// The thread's lane. What is made of it is made where it is used: no register keeps it from one time to the next.
+__device__ __forceinline__ int lane_anew() {
+  int lane = threadIdx.x % 32;
+  asm volatile("" : "+r"(lane));
+  return lane;
+}
+
 __device__ __forceinline__ uint32_t shared_address(const void* at) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(at));
 }

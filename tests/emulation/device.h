@@ -225,6 +225,7 @@ template <class T>
 const T* opaque(const T* x) {
   return x;
 }
+inline int lane_anew() { return threadIdx.x % 32; }
 inline void copy_16_bytes(uint32_t to, const void* from, int bytes) {
   emulated::copies[threadIdx.x].back().push_back({to, from, bytes});
 }

@@ -24,8 +24,9 @@ def real_cases() -> list[AttentionCase]:
     """All pairs of the sizes that are served, of the checkpoints' layers."""
     axes = {
         "layer": [
-            *(("full_attention", *one) for one in (("E4B", 1), ("E4B", 2), ("E2B", 1), ("E2B", 3), ("E2B", 4))),
-            ("full_attention", "12B", 1),
+            *(("full_attention", *one) for one in (("E4B", 1), ("E4B", 2), ("E4B", 3), ("E4B", 4))),
+            *(("full_attention", *one) for one in (("E2B", 1), ("E2B", 3), ("E2B", 4))),
+            *(("full_attention", model, 1) for model in ("12B", "26B-A4B", "31B")),
             *(("full_attention", *one) for one in TREES if has_frontiers()),
             *((SLIDING, *one) for one in (("12B", 1), ("26B-A4B", 3), ("31B", 1), ("31B", 4))),
         ],  # and rows
