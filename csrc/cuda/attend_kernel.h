@@ -25,27 +25,39 @@ namespace {
 
 constexpr int kSteps = kAttendDepth / 16;
 
-template <class S>
-struct AttendShared {
-  unsigned char ring[S::kWarps][kRing][kShareBytes];
-  Unit units[S::kWarps][kUnitsAhead];
-  union {
-    float scores[2][S::kDepths][S::kQueries][S::kKeys + 8];  // for one tile and the next
-    float2 turns[S::kDim / 2];                               // of queries that are one row
-  };
-  union {
-    bf16 q[S::kQueries][S::kDim + 8];
-    float folds[S::kFoldsInShared > 0 ? S::kFoldsInShared : 1][S::kDim + 4];
-  };
-
-  __device__ __forceinline__ bf16* query(int query, int column) { return &q[query][column]; }
-};
-
 enum class Part { kChunk, kFold, kTwoFolds };
 
+// Of 16 queries a block has most of an SM. Where parts are chunks, which are few, it leaves so much that a program of
+// the merge is there before the block has ended: the first 8 queries, which are in registers by then, lie under the
+// scores.
+template <class S, Part kPart>
+struct AttendShared {
+  static constexpr bool kLeavesRoom = S::kTiles == 2 && kPart == Part::kChunk;
+  static constexpr int kRegisters = kLeavesRoom ? 192 : S::kRegisters;
+
+  using Scores = float[S::kDepths][S::kQueries][S::kKeys + 8];
+  using Query = bf16[S::kDim + 8];
+  using Folded = float[S::kDim + 4];
+  static constexpr int kQueriesAt = 2 * sizeof(Scores) - (kLeavesRoom ? 8 * sizeof(Query) : 0);
+  static constexpr int kQueryBytes = S::kQueries * sizeof(Query), kFoldBytes = S::kFoldsInShared * sizeof(Folded);
+
+  unsigned char ring[S::kWarps][kRing][kShareBytes];
+  Unit units[S::kWarps][kUnitsAhead];
+  alignas(16) unsigned char rest[kQueriesAt + (kFoldBytes > kQueryBytes ? kFoldBytes : kQueryBytes)];
+
+  // For one tile and the next.
+  __device__ __forceinline__ Scores& scores(int tile) { return reinterpret_cast<Scores*>(rest)[tile & 1]; }
+  // Of queries that are one row, before there are scores.
+  __device__ __forceinline__ float2& turn(int pair) { return reinterpret_cast<float2*>(rest)[pair]; }
+  __device__ __forceinline__ bf16* query(int query, int column) {
+    return reinterpret_cast<Query*>(rest + kQueriesAt)[query] + column;
+  }
+  __device__ __forceinline__ Folded* folds() { return reinterpret_cast<Folded*>(rest + kQueriesAt); }
+};
+
 // Four warps share the turns of a row that is the only one, for which they wait for each other; else each has its own.
-template <class S>
-__device__ __forceinline__ void load(const Attend& a, int b, int head, bool waits, AttendShared<S>& shared) {
+template <class S, class Shared>
+__device__ __forceinline__ void load(const Attend& a, int b, int head, bool waits, Shared& shared) {
   if (S::kTiles == 1 && a.rows == 1) {
     load_queries<S>(a, b, head, waits, shared);
   } else {
@@ -55,12 +67,13 @@ __device__ __forceinline__ void load(const Attend& a, int b, int head, bool wait
 }
 
 template <class S, Part kPart>
-__global__ void __maxnreg__(S::kRegisters) attend(const __grid_constant__ Attend a) {
+__global__ void __maxnreg__((AttendShared<S, kPart>::kRegisters)) attend(const __grid_constant__ Attend a) {
   constexpr int kTiles = S::kTiles, kKeys = S::kKeys;
   constexpr bool kFolds = kPart != Part::kChunk, kTwoFolds = kPart == Part::kTwoFolds;
   constexpr int kHeld = kTwoFolds ? 0 : 1;  // tiles of queries that are in registers: there is no room for more
   extern __shared__ __align__(128) unsigned char memory[];
-  auto& shared = *reinterpret_cast<AttendShared<S>*>(memory);
+  using Shared = AttendShared<S, kPart>;
+  auto& shared = *reinterpret_cast<Shared*>(memory);
   let_others_start();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int head = static_cast<int>(blockIdx.x) % a.kv_heads;
@@ -70,7 +83,7 @@ __global__ void __maxnreg__(S::kRegisters) attend(const __grid_constant__ Attend
   // `i * 32` is exclusive-ored into that: the share lies at a multiple of 128.
   const uint32_t key_at = lane % 16 * 512 + ((lane / 16 ^ (lane & 7)) * 16);
   const uint32_t value_at = (lane / 16 * 8 + lane % 8) * S::kColumns * 2 + ((lane / 8 % 2 ^ (lane & 7)) * 16);
-  const uint32_t query_at = shared_address(&shared.q[lane % 8][depth * kAttendDepth + lane / 8 * 8]);
+  const uint32_t query_at = shared_address(shared.query(lane % 8, depth * kAttendDepth + lane / 8 * 8));
   const Unit* unit = nullptr;
   int of = -1;                   // whose queries there are
   unsigned key = 0, end = 0;     // first of the tile, and behind the last of the unit
@@ -83,13 +96,13 @@ __global__ void __maxnreg__(S::kRegisters) attend(const __grid_constant__ Attend
   Fold<S, std::conditional_t<kInShared, InShared<S>, InRegisters<S>>> fold;
   Fold<S, InRegisters<S>> folds;
   if constexpr (kInShared) {
-    fold.y = {shared.folds, a.rows * a.group};
+    fold.y = {shared.folds(), a.rows * a.group};
   }
 
   // One place in the program for each push: what is not in the instruction cache costs more than it takes.
 #pragma unroll 1
   for (int tile = -(kRing + 1) / 2, number = 0;; ++tile, key += kKeys) {
-    float (*const scores)[S::kQueries][kKeys + 8] = shared.scores[tile & 1];
+    auto& scores = shared.scores(tile);
     if (tile >= 0) {
       if (key >= end || tile == 0) {
         unit = &shared.units[warp][number++ % kUnitsAhead];
@@ -105,6 +118,9 @@ __global__ void __maxnreg__(S::kRegisters) attend(const __grid_constant__ Attend
 #pragma unroll
           for (int pair = 0; pair < kSteps / 2 * kHeld; ++pair) {
             load_matrices(q[pair], query_at + pair * 64);
+          }
+          if constexpr (Shared::kLeavesRoom) {
+            __syncthreads();
           }
           scale = a.sm_scale * (a.k_scale == nullptr ? 1.0f : a.k_scale[head * a.k_scale_stride]) * kLog2E;
         }
@@ -128,7 +144,7 @@ __global__ void __maxnreg__(S::kRegisters) attend(const __grid_constant__ Attend
               queries[t][k] = q[pair][k];
             }
           } else {
-            load_matrices(queries[t], query_at + t * 8 * sizeof(shared.q[0]) + pair * 64);
+            load_matrices(queries[t], query_at + t * 8 * sizeof(typename Shared::Query) + pair * 64);
           }
         }
 #pragma unroll
@@ -248,14 +264,14 @@ template <class Use>
 auto with_kernel(const Attend& a, Use use) {
   const auto of = [&](auto shape) {
     using S = decltype(shape);
-    const int bytes = static_cast<int>(sizeof(AttendShared<S>));
+    const auto part = [&](auto kernel, size_t bytes) { return use(kernel, S::kThreads, static_cast<int>(bytes)); };
     if constexpr (!S::kBesideSegments) {
       if (a.folds_a_part == 2) {
-        return use(attend<S, Part::kTwoFolds>, S::kThreads, bytes);
+        return part(attend<S, Part::kTwoFolds>, sizeof(AttendShared<S, Part::kTwoFolds>));
       }
     }
-    return a.chunks_a_part > 1 ? use(attend<S, Part::kFold>, S::kThreads, bytes)
-                               : use(attend<S, Part::kChunk>, S::kThreads, bytes);
+    return a.chunks_a_part > 1 ? part(attend<S, Part::kFold>, sizeof(AttendShared<S, Part::kFold>))
+                               : part(attend<S, Part::kChunk>, sizeof(AttendShared<S, Part::kChunk>));
   };
   const int queries = a.rows * a.group;
   return a.head_dim == 256 ? of(Shape<256, 4, 8>())

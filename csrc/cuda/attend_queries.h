@@ -36,7 +36,7 @@ __device__ __forceinline__ void make_turns(const Attend& a, int b, int row, Shar
   const float position = position_of(a, b, row);
 #pragma unroll 1
   for (int pair = threadIdx.x; pair < S::kDim / 2; pair += S::kThreads) {
-    shared.turns[pair] = pair < a.num_pairs ? sine_and_cosine(position * a.freq[pair]) : make_float2(0.0f, 1.0f);
+    shared.turn(pair) = pair < a.num_pairs ? sine_and_cosine(position * a.freq[pair]) : make_float2(0.0f, 1.0f);
   }
 }
 
@@ -212,7 +212,7 @@ __device__ __forceinline__ void load_queries(const Attend& a, int b, int head, b
       if (member >= a.group) {
         break;
       }
-      const auto turn = [&](int i) { return shared.turns[lane * kCount + i]; };
+      const auto turn = [&](int i) { return shared.turn(lane * kCount + i); };
       leave_query<S>(a, found[j], norm, turn, row * a.group + member, shared);
     }
   }
