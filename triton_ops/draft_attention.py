@@ -184,10 +184,10 @@ def _merge_tile(
     layers of 31B 1 x 1024 1.7 and 2.2; in a step of 31B, 1 x 1024, 3.7 and 4.8, with 256 elements a program 4.5.
 
     Side by side, 32 elements of a row a program, and 64 or 128 in as many threads, which need fewer programs to be
-    waiting when the last chunk ends. Attend and merge, in one process: 12B 1 x 8192 18.7 and 17.8, 31B 1 x 8192 28.7 and 28.3,
-    its 4 rows 34.0 and 31.3, 1 x 65536 134.90 and 134.79, 3 rows of E4B (12 heads) 1 x 8192 20.1 and 17.1; but E2B (4
-    heads) 1 x 8192 13.6 and 13.9, its 2 rows 13.9 and 14.2. 64 and 128, of four rows, 1 x 8192: 31B 31.0 and 30.2, 12B
-    21.4 and 21.3, 26B-A4B 22.1 and 22.2; 12B 1 x 65536 52.7 and 51.8.
+    waiting when the last chunk ends. Attend and merge, in one process: 12B 1 x 8192 18.7 and 17.8, 31B 1 x 8192 28.7
+    and 28.3, its 4 rows 34.0 and 31.3, 1 x 65536 134.90 and 134.79, 3 rows of E4B (12 heads) 1 x 8192 20.1 and 17.1;
+    but E2B (4 heads) 1 x 8192 13.6 and 13.9, its 2 rows 13.9 and 14.2. 64 and 128, of four rows, 1 x 8192: 31B 28.5 and
+    27.9, 12B 18.6 and 18.7, 26B-A4B 19.4 and 19.4; 12B 1 x 65536 49.4 and 49.0, one row of 4 x 8192 33.5 and 33.1.
     """
     group = min(most, power_of_two(-(-parts // parts_a_fold)))
     few = parts <= 16  # all are on their way at a time
