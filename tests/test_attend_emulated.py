@@ -1,6 +1,7 @@
 """CUDA's kernels of draft_attention without a GPU: their source, compiled for this CPU (emulation/), against fp64.
 
-Threads are coroutines there, shared memory begins as NaN, and asynchronous copies arrive as late as they may.
+Threads are coroutines there, one warp of a block runs only when all others wait, shared memory begins as NaN, and
+asynchronous copies arrive as late as they may.
 """
 
 from __future__ import annotations

@@ -103,6 +103,7 @@ __device__ __forceinline__ void multiply_tiles(const Attend& a, FrontierShared& 
   const uint32_t ring = shared_address(shared.ring), full = shared_address(shared.full);
   const uint32_t empty = shared_address(shared.empty);
   const auto release = [&](int stage) {
+    __syncwarp();  // a lane that waits for the stage would miss it if the next copies were there
     if (lane == 0) {
       arrive(empty + stage * 8);
     }

@@ -3,6 +3,9 @@
 
 #include <ucontext.h>
 
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <functional>
 
 #include "device.h"
@@ -10,7 +13,7 @@
 namespace emulated {
 
 inline std::function<void()> kernel;
-inline bool ended[kMostThreads];
+inline bool started[kMostThreads], ended[kMostThreads];
 inline unsigned char stacks[kMostThreads][1 << 16];
 
 inline void run_thread() {
@@ -20,13 +23,14 @@ inline void run_thread() {
 }
 
 // Starts the thread, or lets it go on, until it stops.
-[[gnu::noinline]] inline void run_on(bool from_the_start) {
+[[gnu::noinline]] inline void run_on() {
   if (_setjmp(scheduler) != 0) {
     return;
   }
-  if (!from_the_start) {
+  if (started[thread.x]) {
     _longjmp(stopped[thread.x], 1);
   }
+  started[thread.x] = true;
   ucontext_t start;
   getcontext(&start);
   start.uc_stack.ss_sp = stacks[thread.x];
@@ -35,24 +39,34 @@ inline void run_thread() {
   setcontext(&start);
 }
 
-// As many threads as `all` has members.
+// Runs all threads of the late warp that do not wait, or all others: each until it stops. Whether there was one.
+inline bool run_threads(bool late) {
+  const int threads = all.members, warps = threads / 32;
+  bool ran = false;
+  for (int i = 0; i < threads; ++i) {
+    thread.x = (i * 37 + block.x * 11) % threads;  // in another order in each block
+    if ((thread.x / 32 == block.x % warps) == late && !ended[thread.x] && !waits[thread.x].goes_on()) {
+      run_on();
+      ran = true;
+    }
+  }
+  return ran;
+}
+
+// As many threads as `all` has members. One warp, another in each block, runs only when all others wait: who does not
+// wait for it is early.
 inline void run_block(std::function<void()> what) {
   kernel = std::move(what);
-  const int threads = all.members;
-  for (int t = 0; t < threads; ++t) {
-    ended[t] = false;
+  for (int t = 0; t < all.members; ++t) {
+    started[t] = ended[t] = false;
+    waits[t] = {};
     copies[t].assign(1, {});
   }
-  bool from_the_start = true;
-  for (bool more = true; more; from_the_start = false) {
-    more = false;
-    for (int i = 0; i < threads; ++i) {
-      thread.x = (i * 37 + block.x * 11) % threads;  // in another order in each block
-      if (!ended[thread.x]) {
-        more = true;
-        run_on(from_the_start);
-      }
-    }
+  while (run_threads(false) || run_threads(true)) {
+  }
+  if (!std::all_of(ended, ended + all.members, [](bool done) { return done; })) {
+    std::fprintf(stderr, "threads of block %d wait for each other\n", block.x);
+    std::abort();
   }
 }
 

@@ -56,7 +56,8 @@ struct Index {
 
 // A number of threads that wait for each other, again and again.
 struct Barrier {
-  int members, arrived = 0, turn = 0;
+  int members, arrived = 0;
+  uint32_t turn = 0;
 };
 
 struct Warp {
@@ -91,15 +92,30 @@ inline void carry_out(const Copy& copy) {
   }
 }
 
+// What a thread waits for: that the word is another one.
+struct Wait {
+  const uint32_t* word = nullptr;
+  uint32_t value = 0;
+
+  bool goes_on() const { return word != nullptr && *word == value; }
+};
+inline Wait waits[kMostThreads];
+
+inline void wait_while(const uint32_t& word, uint32_t value) {
+  waits[thread.x] = {&word, value};
+  while (waits[thread.x].goes_on()) {
+    stop();
+  }
+  waits[thread.x] = {};
+}
+
 inline void wait(Barrier& barrier) {
-  const int turn = barrier.turn;
+  const uint32_t turn = barrier.turn;
   if (++barrier.arrived == barrier.members) {
     barrier.arrived = 0;
     ++barrier.turn;
   }
-  while (barrier.turn == turn) {
-    stop();
-  }
+  wait_while(barrier.turn, turn);
 }
 
 inline Warp& warp() { return warps[thread.x / 32]; }

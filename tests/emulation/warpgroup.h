@@ -136,9 +136,7 @@ inline void arrive_with_copies(uint32_t at) {
 
 inline void wait_for_phase(uint32_t at, uint32_t parity) {
   auto& phase = emulated::phases.at(at);
-  while (phase.parity == parity) {
-    emulated::stop();
-  }
+  emulated::wait_while(phase.parity, parity);
   for (const auto& copy : phase.landed) {
     emulated::carry_out(copy);
   }
