@@ -168,9 +168,7 @@ def config(head_dim: int, rows: int, num_qo_heads: int, num_kv_heads: int, capab
 
 
 @lru_cache(maxsize=4096)
-def spread(
-    blocks: int, chunks: int, keys: int, queries: int, sms: int, c: triton_attention.Config
-) -> tuple[int, int]:
+def spread(blocks: int, chunks: int, keys: int, queries: int, sms: int, c: triton_attention.Config) -> tuple[int, int]:
     """Chunks of so many keys a part, and blocks that share its columns of values. Takes the fastest way.
 
     None changes a bit. Time, in keys: those of the SM that has the most parts, and START, times all that is moved,

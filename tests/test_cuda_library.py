@@ -62,8 +62,8 @@ def test_no_kernel_spills() -> None:
         kernels = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", block)
         found[arch.group(1)] = found.get(arch.group(1), 0) + len(kernels)
         assert all(int(registers) <= 255 and stack == local == "0" for registers, stack, local in kernels), block
-    # Six segments, the candidates, and attention of three shapes, in folds or not; and Hopper's of a tree's frontier, a
-    # unit's columns in one block or two, in folds or not.
+    # Six segments, the candidates, and attention of four shapes, in folds or not, two of them in two folds too; and
+    # Hopper's of a tree's frontier, a unit's columns in one block or two, in folds or not.
     assert found == {**dict.fromkeys(("sm_80", "sm_90", "sm_100", "sm_120"), 18), "sm_90a": 4}
 
 

@@ -39,15 +39,16 @@ struct AttendShared {
   using Query = bf16[S::kDim + 8];
   using Folded = float[S::kDim + 4];
   static constexpr int kQueriesAt = 2 * sizeof(Scores) - (kLeavesRoom ? 8 * sizeof(Query) : 0);
-  static constexpr int kQueryBytes = S::kQueries * sizeof(Query), kFoldBytes = S::kFoldsInShared * sizeof(Folded);
+  static constexpr int kQueryBytes = S::kQueries * sizeof(Query);
+  static_assert(S::kFoldsInShared * sizeof(Folded) <= kQueryBytes);
 
   unsigned char ring[S::kWarps][kRing][kShareBytes];
   Unit units[S::kWarps][kUnitsAhead];
-  alignas(16) unsigned char rest[kQueriesAt + (kFoldBytes > kQueryBytes ? kFoldBytes : kQueryBytes)];
+  alignas(16) unsigned char rest[kQueriesAt + kQueryBytes];
 
   // For one tile and the next.
   __device__ __forceinline__ Scores& scores(int tile) { return reinterpret_cast<Scores*>(rest)[tile & 1]; }
-  // Of queries that are one row, before there are scores.
+  // Of a row that is the only one, before there are scores.
   __device__ __forceinline__ float2& turn(int pair) { return reinterpret_cast<float2*>(rest)[pair]; }
   __device__ __forceinline__ bf16* query(int query, int column) {
     return reinterpret_cast<Query*>(rest + kQueriesAt)[query] + column;
