@@ -60,11 +60,11 @@ struct AttendShared {
 template <class S, class Shared>
 __device__ __forceinline__ void load(const Attend& a, int b, int head, bool waits, Shared& shared) {
   if (S::kTiles == 1 && a.rows == 1) {
-    load_queries<S>(a, b, head, waits, shared);
+    load_row<S>(a, b, head, waits, shared);
   } else {
     load_rows<S>(a, b, head, waits, shared);
-    S::sync();
   }
+  S::sync();
 }
 
 template <class S, Part kPart>

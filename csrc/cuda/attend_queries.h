@@ -172,59 +172,54 @@ __device__ __forceinline__ void leave_no_queries(int first, Shared& shared) {
   }
 }
 
-// The queries of a request and a KV head, normed and turned, into shared memory; zeros where there is none. All that is
-// in global memory of a row is asked for before the first of it is waited for. `waits` for the kernels in front.
+// The queries of a request and a KV head where there is one row: normed and turned, into shared memory; zeros where
+// there is none. All that is in global memory is asked for before the first of it is waited for. `waits` for the
+// kernels in front. All are to wait for each other after it.
 template <class S, class Shared>
-__device__ __forceinline__ void load_queries(const Attend& a, int b, int head, bool waits, Shared& shared) {
+__device__ __forceinline__ void load_row(const Attend& a, int b, int head, bool waits, Shared& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   constexpr int kEach = S::kQueries / S::kWarps;  // queries of a warp
   constexpr int kCount = S::kDim / 64;
   Elements<kCount> norm[2] = {};
   load_norm(a, norm);
-#pragma unroll 1
-  for (int row = 0; row < a.rows; ++row) {
-    Elements<kCount> found[kEach][2];
-    const auto load = [&] {
-#pragma unroll
-      for (int j = 0; j < kEach; ++j) {
-        const int member = j * S::kWarps + warp;
-        if (member < a.group) {
-          load_query<S>(a, b, row, head, member, found[j]);
-        }
-      }
-    };
-    const bool late = waits && row == 0;
-    if (!late) {
-      load();
-    }
-    S::sync();  // what was there before is read until here
-    if (a.freq != nullptr) {
-      make_turns<S>(a, b, row, shared);
-    }
-    S::sync();
-    if (late) {
-      wait_for_others();
-      load();
-    }
+  Elements<kCount> found[kEach][2] = {};
+  const auto load = [&] {
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
       const int member = j * S::kWarps + warp;
-      if (member >= a.group) {
-        break;
+      if (member < a.group) {
+        load_query<S>(a, b, 0, head, member, found[j]);
       }
-      const auto turn = [&](int i) { return shared.turn(lane * kCount + i); };
-      leave_query<S>(a, found[j], norm, turn, row * a.group + member, shared);
     }
+  };
+  if (!waits) {
+    load();
   }
-  leave_no_queries<S, kCount>(a.rows * a.group, shared);
+  S::sync();  // what was there before is read until here
+  if (a.freq != nullptr) {
+    make_turns<S>(a, b, 0, shared);
+  }
   S::sync();
+  if (waits) {
+    wait_for_others();
+    load();
+  }
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) {
+    const int member = j * S::kWarps + warp;
+    if (member >= a.group) {
+      break;
+    }
+    const auto turn = [&](int i) { return shared.turn(lane * kCount + i); };
+    leave_query<S>(a, found[j], norm, turn, member, shared);
+  }
+  leave_no_queries<S, kCount>(a.group, shared);
 }
 
-// The same for several rows, by warps of which none waits for another: few rows are shared by several. All are to
-// wait for each other after it.
+// The same for several rows, by warps of which none waits for another: few rows are shared by several.
 template <class S, class Shared>
 __device__ __forceinline__ void load_rows(const Attend& a, int b, int head, bool waits, Shared& shared) {
-  constexpr int kCount = S::kDim / 64, kEach = 2;
+  constexpr int kCount = S::kDim / 64, kEach = S::kQueries / S::kWarps;  // queries that are on their way at a time
   const int warp = threadIdx.x / 32;
   const int sharing = a.rows > S::kWarps / 2 ? 1 : a.rows > S::kWarps / 4 ? 2 : S::kWarps / a.rows;  // warps a row
   Elements<kCount> norm[2] = {};
@@ -235,7 +230,7 @@ __device__ __forceinline__ void load_rows(const Attend& a, int b, int head, bool
     float2 turns[kCount] = {};
 #pragma unroll 1
     for (int first = warp % sharing; first < a.group; first += sharing * kEach) {
-      Elements<kCount> found[kEach][2];
+      Elements<kCount> found[kEach][2] = {};  // else what there was would have to be kept
       const auto load = [&] {
 #pragma unroll
         for (int j = 0; j < kEach; ++j) {
