@@ -38,6 +38,7 @@ def step(
     `source` says which tokens and states, as pre() takes it.
     """
     total, eps = batch * rows, weights.norm_eps
+    hold = _dense_round.holds([layer.q_proj for layer in weights.layers])
     assert total <= _dense_round.MOST_ROWS, "more rows than a tile has"
 
     def empty(columns: int) -> Tensor:
@@ -52,24 +53,24 @@ def step(
     emit(_dense_round.settle(pending, x, weights.layers[0].input_norm, eps, normed, early=early))
     for layer, following in zip(weights.layers, (*weights.layers[1:], None)):
         q = state.new_empty((batch, rows, layer.num_qo_heads, layer.head_dim))
-        emit(_dense_round.linear(normed, layer.q_proj, q.view(total, -1), early=early))
+        emit(_dense_round.linear(normed, layer.q_proj, q.view(total, -1), hold=hold, early=early))
         attended = attend(layer, q).view(total, -1)
-        launch, pending = _dense_round.split_linear(attended, layer.o_proj, waits=True, early=early)
+        launch, pending = _dense_round.split_linear(attended, layer.o_proj, hold=False, early=early)
         emit(launch)
         assert x is not None
         pending = pending.after(x, layer.post_attention_norm)
         x, normed = empty(weights.hidden), empty(weights.hidden)
         emit(_dense_round.settle(pending, x, layer.pre_feedforward_norm, eps, normed, early=early))
         inner = empty(layer.down.size(1))
-        emit(_dense_round.linear(normed, layer.gate_up, inner, gated=True, early=early))
-        launch, pending = _dense_round.split_linear(inner, layer.down, waits=False, early=early)
+        emit(_dense_round.linear(normed, layer.gate_up, inner, hold=hold, gated=True, early=early))
+        launch, pending = _dense_round.split_linear(inner, layer.down, hold=hold, early=early)
         emit(launch)
         pending = pending.after(x, layer.post_feedforward_norm, layer.layer_scalar)
         x, normed = None if following is None else empty(weights.hidden), empty(weights.hidden)
         norm = weights.norm if following is None else following.input_norm
         emit(_dense_round.settle(pending, x, norm, eps, normed, early=early))
     after = state.new_empty((batch, rows, weights.backbone))
-    emit(_dense_round.linear(normed, weights.post_projection, after.view(total, -1), early=early))
+    emit(_dense_round.linear(normed, weights.post_projection, after.view(total, -1), hold=True, early=early))
     return normed, after, _head(normed, weights.lm_head, depth, early, emit)
 
 

@@ -163,7 +163,7 @@ def test_dense_weights_are_read_before_the_wait() -> None:
 def test_rows_of_a_tile_are_asked_for_in_pieces_and_no_further(inner: int, asks: bool) -> None:
     """Eight splits of 2048 columns; the last of 1984; of 2032, of which no eighth is a multiple of 16 bytes."""
     x = torch.empty(1, inner, dtype=torch.bfloat16, device="meta")
-    launch, _ = split_linear(x, torch.empty(1024, inner, dtype=x.dtype, device="meta"), waits=True, early=True)
+    launch, _ = split_linear(x, torch.empty(1024, inner, dtype=x.dtype, device="meta"), hold=False, early=True)
     assert (launch.constants["ROOM"] > 0) == asks
     assert ("bulk.prefetch" in compile_launch(launch, 90).ptx) == asks
 
@@ -177,9 +177,10 @@ def test_keys_are_asked_for_before_the_wait() -> None:
         assert code.index("async_copy_global_to_local") < code.index("scf.for") < code.rindex("griddepcontrol.wait")
 
 
-def test_rows_of_a_dense_tile_lie_in_different_banks() -> None:
+@pytest.mark.parametrize("model", ["26B-A4B", "31B"])
+def test_rows_of_a_dense_tile_lie_in_different_banks(model: str) -> None:
     """Else eight rows that a matrix instruction's load reads would lie in the same ones."""
-    for launch in kinds(launches("31B", 1, 1024, True)):
+    for launch in kinds(launches(model, 1, 1024, True)):
         if launch.kernel.fn.__name__ in DENSE:
             found = re.findall(r"local_alloc.*tensor<\d+x\d+x256xbf16.*-> !ttg.memdesc<.*, #(\w+), #smem", (
                 code := compile_launch(launch, 90).ttgir
@@ -188,6 +189,19 @@ def test_rows_of_a_dense_tile_lie_in_different_banks() -> None:
                 order = re.search(rf"^#{name} = .*maxPhase = (\d+), order = \[(.*)\]", code, re.MULTILINE)
                 assert order and order.groups() == ("8", "2, 1, 0"), launch.kernel.fn.__name__
             assert found or not launch.constants["HOLD"]
+
+
+@pytest.mark.parametrize(("model", "hold"), [("12B", True), ("26B-A4B", True), ("31B", False)])
+def test_programs_of_few_queries_hold_their_weights(model: str, hold: bool) -> None:
+    """Three of each layer, beside post_projection; o_proj never. What is not held is in shared memory before the wait,
+    in a quarter of the room."""
+    found = [x for x in launches(model, 1, 1024, True) if x.kernel.fn.__name__ == "linear_dense"][:17]
+    assert [x.constants["HOLD"] for x in found] == [hold, False, hold, hold] * 4 + [True]
+    for launch in kinds(found):
+        compiled = compile_launch(launch, 90)
+        before, _, after = compiled.ptx.partition("griddepcontrol.wait")
+        assert ("ldmatrix" in before) == (not launch.constants["HOLD"]) and "ldmatrix" in after
+        assert (compiled.shared > 32768) == launch.constants["HOLD"]
 
 
 def test_tiles_of_dense_weights_follow_their_sizes_alone() -> None:
