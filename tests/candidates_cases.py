@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-KINDS = ["random", "ties", "equal", "few", "one place"]
+KINDS = ["random", "ties", "equal", "few", "one place", "two each"]
 CENTROIDS, ACTIVE, SIZE, HIDDEN, PART = 2048, 32, 64, 256, 32  # SIZE: tokens of a centroid
 PARTS = ACTIVE * SIZE // PART
 
@@ -26,6 +26,10 @@ def head_problem(
         scores[:, torch.arange(CENTROIDS, device=device) % 100 != 3] = -torch.inf
     elif kind == "one place":  # all of them in the scores of four threads
         scores[:, 64:96] += 100
+    elif kind == "two each":  # of a half warp's 128; but none of the last warp's in every other row, whose bound is low
+        high = torch.arange(CENTROIDS, device=device) % 128 < 2
+        scores[::2, high] += 100
+        scores[1::2, high & (torch.arange(CENTROIDS, device=device) < CENTROIDS - 256)] += 100
     given = {
         "scores": scores,
         "normed": torch.randn(rows, HIDDEN, generator=generator, device=device).bfloat16(),

@@ -24,7 +24,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         (kind, *more)
         for kind, more in zip(KINDS, [
             (1, False, torch.int32), (9, True, torch.int64), (2, False, torch.int64), (33, True, torch.int32),
-            (3, False, torch.int32),
+            (3, False, torch.int32), (9, True, torch.int32),
         ], strict=True)
     ],
     ids=str,

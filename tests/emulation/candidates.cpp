@@ -23,8 +23,8 @@ extern "C" void emulate_candidates(const void* const* p, const int64_t* n) {
   emulated::all.members = kThreads;
   emulated::grid.x = blocks_of_row(c);
   emulated::grid.y = c.rows;
-  for (emulated::block.y = 0; emulated::block.y < c.rows; ++emulated::block.y) {
-    for (emulated::block.x = 0; emulated::block.x < emulated::grid.x; ++emulated::block.x) {
+  for (emulated::block.x = 0; emulated::block.x < emulated::grid.x; ++emulated::block.x) {
+    for (emulated::block.y = 0; emulated::block.y < c.rows; ++emulated::block.y) {  // finds what another row's left
       emulated::run_block([&] { kernel(c); });
     }
   }
